@@ -1,0 +1,98 @@
+//! Leases: one branch held by one holder for a bounded time.
+
+use serde::{Deserialize, Serialize};
+
+/// A pool as people name it. Written `namespace/name`; standalone pools without a namespace are in
+/// `default`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PoolName {
+    pub namespace: String,
+    pub name: String,
+}
+
+/// Body of `PUT /v1/leases/{uid}`. The same `uid` gets the same answer, however often it is sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct LeaseRequest {
+    pub pool: PoolName,
+    /// Seconds from the hand-over; absent: the pool's `lease.defaultTTL`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
+    /// Free text that says who holds the lease, at most 256 characters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<String>,
+    /// The leader's epoch; a lower one than the agent has seen is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
+}
+
+/// Body of `POST /v1/leases/{uid}/renew`: the term starts anew now.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RenewRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
+}
+
+/// Body of `POST /v1/leases/{uid}/reset`: a fresh branch behind the same address. A token that was
+/// already answered changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ResetRequest {
+    /// 1 to 253 characters, chosen by the caller.
+    pub token: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeasePhase {
+    /// The branch is the holder's.
+    Bound,
+    /// Given back by its holder.
+    Released,
+    /// Its time ran out.
+    Expired,
+    /// The branch is gone through no wish of the holder; `reason` says why.
+    Lost,
+}
+
+/// A lease as every answer shows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Lease {
+    pub uid: String,
+    pub pool: PoolName,
+    pub pool_uid: String,
+    pub phase: LeasePhase,
+    /// CamelCase word, present when the phase is not plainly `Bound`: `Restarting`, `NodeRebooted`, …
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// One sentence for people.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    /// Id of the branch behind the lease now; a reset changes it.
+    pub branch: String,
+    /// The part of the address that stays the same for the lease's whole life.
+    pub endpoint: String,
+    /// Golden image generation that the branch was made from.
+    pub generation: u64,
+    /// Directory of the Unix socket (`host` for libpq).
+    pub host: String,
+    pub port: u16,
+    pub database: String,
+    pub user: String,
+    /// `postgresql://…` with everything that a driver needs.
+    pub uri: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<String>,
+    pub bound_at: u64,
+    pub expires_at: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_reset_token: Option<String>,
+    /// How often the server behind the lease was restarted on the same data.
+    pub restarts: u32,
+}
