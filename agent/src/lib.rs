@@ -1,1 +1,3 @@
-
+pub mod journal;
+pub mod preflight;
+pub mod storage;
