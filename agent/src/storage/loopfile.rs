@@ -275,7 +275,7 @@ struct Tool {
     package: &'static str,
 }
 
-/// Runs a tool and returns what it printed.
+/// Runs a tool and returns what it printed. The paths are absolute, so none looks like an option.
 fn run(tool: Tool, options: &[&str], paths: &[&Path]) -> Result<String, Error> {
     let Tool {
         name: tool,
@@ -283,7 +283,6 @@ fn run(tool: Tool, options: &[&str], paths: &[&Path]) -> Result<String, Error> {
     } = tool;
     let result = Command::new(tool)
         .args(options)
-        .arg("--")
         .args(paths)
         .env("PATH", TOOL_PATH)
         .env("LC_ALL", "C")

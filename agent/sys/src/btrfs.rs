@@ -34,8 +34,10 @@ pub struct Info {
     pub id: u64,
     /// Subvolume that holds it; 0 for the top level.
     pub parent_id: u64,
-    /// Transaction of the latest change.
+    /// Transaction that wrote its root last; being the source of a snapshot counts.
     pub generation: u64,
+    /// Transaction that changed its content last; snapshots of it do not count.
+    pub changed: u64,
     pub uuid: [u8; 16],
     /// Subvolume that this is a snapshot of; all zero for none.
     pub parent_uuid: [u8; 16],
@@ -187,6 +189,7 @@ pub fn info(subvolume: impl AsFd) -> io::Result<Info> {
         id: info.id,
         parent_id: info.parent_id,
         generation: info.generation,
+        changed: info.transactions[0],
         uuid: info.uuid,
         parent_uuid: info.parent_uuid,
         // The flags here are those of the root item, where the bit is another one than in

@@ -55,6 +55,7 @@ pub(super) struct SubvolumeInfo {
     pub(super) uuid: [u8; 16],
     pub(super) parent_uuid: [u8; 16],
     pub(super) received_uuid: [u8; 16],
+    /// Of the latest change, of the creation, and two for send and receive.
     pub(super) transactions: [u64; 4],
     pub(super) times: [Timestamp; 4],
     pub(super) reserved: [u64; 8],
