@@ -1,3 +1,6 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod journal;
 pub mod plan;
+pub mod preflight;
+pub mod storage;
