@@ -79,9 +79,13 @@ impl Drop for AbortOnDrop {
 impl Watcher {
     /// Must be called inside a tokio runtime.
     pub fn new() -> Result<Self, Error> {
+        #[expect(
+            deprecated,
+            reason = "the replacement is unsafe for types whose descriptor may change; an OwnedFd's does not"
+        )]
         let inotify = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
             .map_err(io::Error::from)
-            .and_then(AsyncFd::register)
+            .and_then(AsyncFd::new)
             .context(InstanceSnafu)?;
         let shared = Arc::new(Shared {
             inotify,
