@@ -1,8 +1,20 @@
 //! `postmaster.pid`: what a server says about itself.
 
-use std::{fs, io, path::Path};
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+};
+
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
 
 pub const FILE_NAME: &str = "postmaster.pid";
+
+/// More than a server ever writes, in bytes.
+const MAX_SIZE: u64 = 16 * 1024;
 
 /// Contents of the file. Lines from the fourth on arrive in no fixed order, and an old file of
 /// a killed server stays behind: only [`PidFile::is_ready`] tells whether a given child serves.
@@ -44,13 +56,21 @@ impl PidFile {
         })
     }
 
-    /// The file of the data directory, `None` when it is absent or being written.
+    /// The file of the data directory, `None` when it is absent, being written, or not a plain
+    /// file: a superuser in a branch may put a pipe or a link there.
     pub fn read(data_dir: &Path) -> io::Result<Option<Self>> {
-        match fs::read_to_string(data_dir.join(FILE_NAME)) {
-            Ok(text) => Ok(Self::parse(&text)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = match rustix::fs::open(data_dir.join(FILE_NAME), flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        if !file.metadata()?.is_file() {
+            return Ok(None);
         }
+        let mut bytes = Vec::with_capacity(512);
+        file.take(MAX_SIZE).read_to_end(&mut bytes)?;
+        Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
     /// Whether the server `pid` accepts connections.
@@ -105,6 +125,24 @@ mod tests {
             let ready = PidFile::parse(&READY[..cut]).is_some_and(|file| file.is_ready(4242));
             assert!(!ready, "ready after {cut} bytes");
         }
+    }
+
+    #[test]
+    fn links_pipes_and_directories_are_nothing_and_do_not_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE_NAME);
+        std::fs::write(dir.path().join("other"), READY).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("other"), &path).unwrap();
+        assert_eq!(PidFile::read(dir.path()).unwrap(), None);
+        std::fs::remove_file(&path).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
+        assert_eq!(PidFile::read(dir.path()).unwrap(), None);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert_eq!(PidFile::read(dir.path()).unwrap(), None);
+        std::fs::remove_dir(&path).unwrap();
+        std::fs::write(&path, READY).unwrap();
+        assert!(PidFile::read(dir.path()).unwrap().unwrap().is_ready(4242));
     }
 
     #[test]

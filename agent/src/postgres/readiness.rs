@@ -199,7 +199,7 @@ impl Watch {
     pub async fn changed(&mut self) {
         if self.changes.changed().await.is_err() {
             // The entry, and with it the sender, lives as long as this watch.
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 }
