@@ -1,2 +1,5 @@
 pub mod golden;
 pub mod postgres;
+pub mod journal;
+pub mod preflight;
+pub mod storage;

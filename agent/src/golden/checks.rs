@@ -3,7 +3,7 @@
 use std::{
     fs, io,
     os::unix::fs::MetadataExt,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
 use branchpool_sys::btrfs;
@@ -50,15 +50,12 @@ pub enum Error {
     #[snafu(display("{} has its WAL elsewhere: pg_wal leads to {}; a snapshot would share it with the source. Replace the link by the directory itself", path.display(), target.display()))]
     WalElsewhere { path: PathBuf, target: PathBuf },
 
-    #[snafu(display("{} has a link that leaves the directory: {link} leads to {}; replace it by what it leads to, or remove it", path.display(), target.display()))]
-    LinkOutside {
+    #[snafu(display("{} has a symbolic link: {link} leads to {}; replace it by what it leads to, or remove it", path.display(), target.display()))]
+    Link {
         path: PathBuf,
         link: String,
         target: PathBuf,
     },
-
-    #[snafu(display("the data directory has a symbolic link: {link} leads to {}; find the script that makes it, or replace it in the source", target.display()))]
-    LinkMade { link: String, target: PathBuf },
 
     #[snafu(display("{} has {count} subvolumes inside, which a snapshot leaves out; replace them by plain directories", path.display()))]
     NestedSubvolumes { path: PathBuf, count: usize },
@@ -156,50 +153,21 @@ pub(super) async fn clone(
     Ok(())
 }
 
-/// Links that lead out of the directory lead to what the source uses as well.
+/// No link at all: those that lead out lead to what the source uses as well, and work as root
+/// must never follow one that a script has put there.
 pub(super) fn links(path: &Path, survey: &Survey) -> Result<()> {
-    for (link, target) in &survey.links {
-        if link.parent() == Some(Path::new("pg_tblspc")) {
-            let link = link.display().to_string();
-            return TablespaceSnafu { path, link, target }.fail();
-        }
-        if link == Path::new("pg_wal") {
-            return WalElsewhereSnafu { path, target }.fail();
-        }
-        if leaves(link, target) {
-            let link = link.display().to_string();
-            return LinkOutsideSnafu { path, link, target }.fail();
-        }
+    let Some((link, target)) = survey.links.first() else {
+        return Ok(());
+    };
+    if link == Path::new("pg_wal") {
+        return WalElsewhereSnafu { path, target }.fail();
     }
-    Ok(())
-}
-
-/// For an image about to be sealed, in which not even harmless links are wanted.
-pub(super) fn no_links(path: &Path, survey: &Survey) -> Result<()> {
-    links(path, survey)?;
-    match survey.links.first() {
-        Some((link, target)) => {
-            let link = link.display().to_string();
-            LinkMadeSnafu { link, target }.fail()
-        }
-        None => Ok(()),
+    let is_tablespace = link.parent() == Some(Path::new("pg_tblspc"));
+    let link = link.display().to_string();
+    if is_tablespace {
+        return TablespaceSnafu { path, link, target }.fail();
     }
-}
-
-/// Whether `target`, as written in the link at the relative path `link`, leads out of the
-/// directory. Counts steps down and up, so that a detour outside counts as leaving.
-fn leaves(link: &Path, target: &Path) -> bool {
-    let mut depth = link.components().count().saturating_sub(1);
-    for component in target.components() {
-        match component {
-            Component::RootDir | Component::Prefix(_) => return true,
-            Component::ParentDir if depth == 0 => return true,
-            Component::ParentDir => depth -= 1,
-            Component::Normal(_) => depth += 1,
-            Component::CurDir => {}
-        }
-    }
-    false
+    LinkSnafu { path, link, target }.fail()
 }
 
 /// Every library in `libraries` must be there, or no server starts.
@@ -235,17 +203,6 @@ pub(super) fn parse_libraries(setting: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn links_that_leave_the_directory() {
-        let leaves = |link: &str, target: &str| leaves(Path::new(link), Path::new(target));
-        assert!(leaves("server.crt", "/etc/ssl/certs/x.pem"));
-        assert!(leaves("a", "../b"));
-        assert!(leaves("base/1/x", "../../../other"));
-        assert!(leaves("base/x", "y/../../../base/z"));
-        assert!(!leaves("base/1/x", "../../global/y"));
-        assert!(!leaves("a", "./b"));
-    }
 
     #[test]
     fn library_lists() {

@@ -50,7 +50,7 @@ pub(super) async fn seal(workshop: &Workshop<'_>) -> Result<Sealed> {
     })
     .await?;
     // A script can make links as well, into which no work as root must run.
-    checks::no_links(&workshop.data_dir, &survey).context(CheckSnafu)?;
+    checks::links(&workshop.data_dir, &survey).context(CheckSnafu)?;
 
     let (building, layout, spec) = (&workshop.data_dir, &workshop.env.layout, workshop.spec);
     let pool_dir = layout.golden_pool(&spec.pool);
