@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::duration::Duration;
-use crate::rules::{rule, rule_at};
+use crate::rules::{duration_of_at_least, rule, rule_at};
 
 /// Which pool to lease from, for how long, and for whom.
 #[derive(CustomResource, Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -84,6 +84,7 @@ pub struct BranchLeaseSpec {
     pub pool_ref: LocalReference,
     /// Term of the lease, counted from the hand-over or the last renewal. Absent: the pool's lease.defaultTTL.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub ttl: Option<Duration>,
     /// Place in the queue when no branch is ready: High before Medium before Low.
     #[serde(default)]

@@ -5,15 +5,20 @@
 //! definitions that a cluster takes; [`validate`] applies the same schema and the same CEL rules to
 //! an object without a cluster. No module here does IO.
 
+mod admission;
 mod definition;
 mod duration;
 mod lease;
+mod metadata;
 mod node;
 mod pool;
 mod quantity;
+pub mod reference;
 mod rules;
+mod structure;
 
-pub use definition::{GROUP, VERSION, crds};
+pub use admission::{Resource, Violation, admit, admit_as, validate};
+pub use definition::{GROUP, VERSION, crds, to_yaml};
 pub use duration::{Duration, DurationError, MAX_DURATION};
 pub use lease::{
     BranchLease, BranchLeaseSpec, BranchLeaseStatus, ConnectionSecret, LeaseFrom, LeasePhase,

@@ -9,10 +9,9 @@ use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use snafu::{OptionExt, Snafu, ensure};
 
-use crate::rules::rule;
+use crate::rules::quantity_format;
 
 const MAX_TEXT: usize = 24;
-const PATTERN: &str = "^[0-9]{1,15}(\\.[0-9]{1,3})?([KMGTPE]i|[mkMGTPE])?$";
 
 #[derive(Debug, PartialEq, Eq, Snafu)]
 pub enum QuantityError {
@@ -20,11 +19,11 @@ pub enum QuantityError {
         "{text:?} is not a quantity: write a number with an optional suffix, such as 512Mi, 1.5Gi, 2 or 500m"
     ))]
     Format { text: String },
-    #[snafu(display("{text:?} is more than 8Ei, the largest quantity allowed"))]
+    #[snafu(display("{text:?} is too large: a quantity is below 8Ei"))]
     TooLarge { text: String },
 }
 
-/// A non-negative amount in thousandths, at most 8 `Ei`, that keeps the text it was written as.
+/// A non-negative amount in thousandths, below 8 `Ei`, that keeps the text it was written as.
 #[derive(Clone)]
 pub struct Quantity {
     text: Cow<'static, str>,
@@ -32,8 +31,8 @@ pub struct Quantity {
 }
 
 impl Quantity {
-    /// The largest amount, in whole units; every quantity in whole units fits `i64`.
-    const MAX: u128 = 1 << 63;
+    /// In whole units; every quantity in whole units fits `i64`.
+    const LIMIT: u128 = 1 << 63;
 
     pub(crate) const fn literal(text: &'static str, units: u64) -> Self {
         Self {
@@ -79,7 +78,10 @@ impl FromStr for Quantity {
         let shown = || text.chars().take(MAX_TEXT).collect::<String>();
         ensure!(text.len() <= MAX_TEXT, FormatSnafu { text: shown() });
         let milli = parse_milli(text).with_context(|| FormatSnafu { text: shown() })?;
-        ensure!(milli <= Self::MAX * 1000, TooLargeSnafu { text: shown() });
+        ensure!(
+            milli <= (Self::LIMIT - 1) * 1000,
+            TooLargeSnafu { text: shown() }
+        );
         Ok(Self {
             text: Cow::Owned(text.to_owned()),
             milli,
@@ -87,14 +89,15 @@ impl FromStr for Quantity {
     }
 }
 
-/// Thousandths, rounded up; `None` when the text does not have the form of [`PATTERN`].
+/// Thousandths, rounded up; `None` when the text does not have the form.
 fn parse_milli(text: &str) -> Option<u128> {
     let split = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')
         .unwrap_or(text.len());
     let (number, suffix) = text.split_at(split);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    if !(1..=15).contains(&whole.len()) || !(1..=3).contains(&fraction.len()) {
+    let max_digits = if whole.len() == text.len() { 19 } else { 12 };
+    if !(1..=max_digits).contains(&whole.len()) || !(1..=3).contains(&fraction.len()) {
         return None;
     }
     let whole: u128 = whole.parse().ok()?;
@@ -186,16 +189,98 @@ impl JsonSchema for Quantity {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        let format = rule(
-            "isQuantity(string(self)) && quantity(string(self)).compareTo(quantity('0')) >= 0 && quantity(string(self)).compareTo(quantity('8Ei')) <= 0",
-            "write a number with an optional suffix, such as 512Mi, 1.5Gi, 2 or 500m",
-        );
         json_schema!({
             "x-kubernetes-int-or-string": true,
             "anyOf": [{"type": "integer"}, {"type": "string"}],
             "maxLength": MAX_TEXT,
-            "pattern": PATTERN,
-            "x-kubernetes-validations": [format],
+            "x-kubernetes-validations": [quantity_format()],
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn reads_what_users_write() {
+        for (text, units, milli) in [
+            ("0", 0, 0),
+            ("2", 2, 2_000),
+            ("500m", 1, 500),
+            ("1.5", 2, 1_500),
+            ("0.001", 1, 1),
+            ("1k", 1_000, 1_000_000),
+            ("64Mi", 64 << 20, (64 << 20) * 1_000),
+            ("1.5Gi", 3 << 29, (3 << 29) * 1_000),
+            ("10G", 10_000_000_000, 10_000_000_000_000),
+            ("7Ei", 7 << 60, u64::MAX),
+        ] {
+            let read: Quantity = text.parse().unwrap();
+            assert_eq!(read.units(), units, "{text}");
+            assert_eq!(read.milli_units(), milli, "{text}");
+            assert_eq!(read.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn refuses_what_is_no_quantity() {
+        for text in [
+            "",
+            "Mi",
+            "-1",
+            "+1",
+            "1.",
+            ".5",
+            "1.2345",
+            "1e3",
+            "1 Gi",
+            "1gi",
+            "1KI",
+            "1mi",
+            "1Gii",
+            "1µ",
+            "12345678901234567890",
+        ] {
+            assert!(
+                matches!(text.parse::<Quantity>(), Err(QuantityError::Format { .. })),
+                "{text}"
+            );
+        }
+        for text in ["8Ei", "10E", "999999999999Ei", "9999999999999999999"] {
+            assert!(
+                matches!(
+                    text.parse::<Quantity>(),
+                    Err(QuantityError::TooLarge { .. })
+                ),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn takes_numbers_and_text_from_json() {
+        for (json, units) in [("2", 2), ("\"2\"", 2), ("\"1Ki\"", 1024)] {
+            let read: Quantity = serde_json::from_str(json).unwrap();
+            assert_eq!(read.units(), units);
+        }
+        assert!(serde_json::from_str::<Quantity>("-2").is_err());
+        assert!(serde_json::from_str::<Quantity>("1.5").is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(text in ".{0,40}") {
+            let _ = text.parse::<Quantity>();
+        }
+
+        #[test]
+        fn bytes_survive_writing_and_reading(bytes in 0_u64..(1 << 63)) {
+            let made = Quantity::from_bytes(bytes);
+            let read: Quantity = made.to_string().parse().unwrap();
+            prop_assert_eq!(read.units(), bytes);
+        }
     }
 }

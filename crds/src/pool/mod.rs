@@ -12,7 +12,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::quantity::Quantity;
-use crate::rules::{rule, rule_at};
+use crate::rules::{quantity_at_least, rule, rule_at};
 
 pub use policy::{
     Cleanup, LeasePolicy, Network, Outbound, Placement, Preconnect, Refresh, StopMode, Tombstones,
@@ -168,14 +168,14 @@ fn default_max_branches() -> u32 {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("x-kubernetes-validations" = [
-    rule_at(
-        ".memory",
-        "quantity(string(self.memory)).compareTo(quantity('64Mi')) >= 0",
+    quantity_at_least(
+        "memory",
+        "64Mi",
         "a Postgres server does not work with less than 64Mi of memory: raise memory",
     ),
-    rule_at(
-        ".cpu",
-        "!has(self.cpu) || quantity(string(self.cpu)).compareTo(quantity('10m')) >= 0",
+    quantity_at_least(
+        "cpu",
+        "10m",
         "cpu must be at least 10m: raise it, or leave it out for no limit",
     ),
 ]))]

@@ -2,10 +2,11 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::duration::Duration;
 use crate::quantity::Quantity;
-use crate::rules::rule_at;
+use crate::rules::{duration_of_at_least, durations_in_order, rule};
 
 const SECOND: u64 = 1_000;
 const HOUR: u64 = 3_600 * SECOND;
@@ -16,20 +17,33 @@ const HOUR: u64 = 3_600 * SECOND;
 pub struct Refresh {
     /// Never, or a cron schedule in UTC: minute, hour, day of month, month, day of week, such as "0 4 * * *".
     #[serde(default = "never")]
-    #[schemars(length(min = 1, max = 100), regex(pattern = SCHEDULE))]
+    #[schemars(length(min = 1, max = 100), extend("x-kubernetes-validations" = [schedule_format()]))]
     pub schedule: String,
     /// Replace: unleased branches of an older generation give way to new ones, step by step. Keep: they are leased before new ones.
     #[serde(default)]
     pub unleased: Unleased,
 }
 
-/// `Never`, a nickname, or five fields of numbers, ranges, lists and steps.
-const SCHEDULE: &str = "^(Never|@hourly|@daily|@weekly|@monthly|\
-    (\\*|[0-5]?[0-9](-[0-5]?[0-9])?)(/[1-9][0-9]?)?(,(\\*|[0-5]?[0-9](-[0-5]?[0-9])?)(/[1-9][0-9]?)?)* \
-    (\\*|([01]?[0-9]|2[0-3])(-([01]?[0-9]|2[0-3]))?)(/[1-9][0-9]?)?(,(\\*|([01]?[0-9]|2[0-3])(-([01]?[0-9]|2[0-3]))?)(/[1-9][0-9]?)?)* \
-    (\\*|(0?[1-9]|[12][0-9]|3[01])(-(0?[1-9]|[12][0-9]|3[01]))?)(/[1-9][0-9]?)?(,(\\*|(0?[1-9]|[12][0-9]|3[01])(-(0?[1-9]|[12][0-9]|3[01]))?)(/[1-9][0-9]?)?)* \
-    (\\*|(0?[1-9]|1[0-2])(-(0?[1-9]|1[0-2]))?)(/[1-9][0-9]?)?(,(\\*|(0?[1-9]|1[0-2])(-(0?[1-9]|1[0-2]))?)(/[1-9][0-9]?)?)* \
-    (\\*|[0-7](-[0-7])?)(/[1-9])?(,(\\*|[0-7](-[0-7])?)(/[1-9])?)*)$";
+/// `Never`, a nickname, or five fields, each of numbers, ranges, lists and steps.
+fn schedule_format() -> Value {
+    let field = |number: &str| {
+        let part = format!("([*]|{number}(-{number})?)(/[1-9][0-9]?)?");
+        format!("{part}(,{part})*")
+    };
+    let fields = [
+        "[0-5]?[0-9]",
+        "([01]?[0-9]|2[0-3])",
+        "(0?[1-9]|[12][0-9]|3[01])",
+        "(0?[1-9]|1[0-2])",
+        "[0-7]",
+    ]
+    .map(field)
+    .join(" ");
+    rule(
+        &format!("self.matches('^(Never|@hourly|@daily|@weekly|@monthly|{fields})$')"),
+        "write Never, or a cron schedule in UTC with five fields of numbers (minute, hour, day of month, month, day of week), such as 0 4 * * *",
+    )
+}
 
 impl Default for Refresh {
     fn default() -> Self {
@@ -82,6 +96,7 @@ pub struct Warming {
     pub preconnect: Preconnect,
     /// A branch that takes longer than this to become ready is given up and made anew.
     #[serde(default = "two_minutes")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub stale_after: Duration,
 }
 
@@ -141,36 +156,21 @@ pub enum Outbound {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("x-kubernetes-validations" = [
-    rule_at(
-        ".defaultTTL",
-        "duration(self.defaultTTL) >= duration('1s')",
-        "defaultTTL must be at least 1s",
-    ),
-    rule_at(
-        ".defaultTTL",
-        "duration(self.defaultTTL) <= duration(self.maxTTL)",
-        "defaultTTL must not exceed maxTTL: lower defaultTTL or raise maxTTL",
-    ),
-    rule_at(
-        ".maxTTL",
-        "duration(self.maxTTL) <= duration(self.maxLifetime)",
-        "maxTTL must not exceed maxLifetime: lower maxTTL or raise maxLifetime",
-    ),
-    rule_at(
-        ".idleTimeout",
-        "!has(self.idleTimeout) || duration(self.idleTimeout) >= duration('1s')",
-        "idleTimeout must be at least 1s: raise it, or leave it out to keep idle leases",
-    ),
+    durations_in_order("defaultTTL", "maxTTL"),
+    durations_in_order("maxTTL", "maxLifetime"),
 ]))]
 pub struct LeasePolicy {
     /// Term of a lease that names none, counted from the hand-over.
     #[serde(rename = "defaultTTL", default = "one_hour")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub default_ttl: Duration,
     /// Longest term that a lease or a renewal may ask for.
     #[serde(rename = "maxTTL", default = "one_day")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub max_ttl: Duration,
     /// Longest time that a lease lasts, renewals included.
     #[serde(default = "one_week")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub max_lifetime: Duration,
     /// How long a lease waits for a branch, or for its pool to exist, before it fails.
     #[serde(default = "five_minutes")]
@@ -180,6 +180,7 @@ pub struct LeasePolicy {
     pub retain_finished: Duration,
     /// A lease without any session for this long ends early. Absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub idle_timeout: Option<Duration>,
 }
 
