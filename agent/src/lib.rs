@@ -1,1 +1,3 @@
+//! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod http;

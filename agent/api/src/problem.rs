@@ -5,6 +5,8 @@ use std::fmt;
 use hyper::StatusCode;
 use serde::{Deserialize, Serialize};
 
+use crate::PoolName;
+
 /// Media type of every answer that is not 2xx.
 pub const PROBLEM_MEDIA_TYPE: &str = "application/problem+json";
 
@@ -93,6 +95,30 @@ impl Problem {
     /// 422 for one field.
     pub fn invalid_field(field: impl Into<String>, message: impl Into<String>) -> Self {
         Self::invalid_fields(vec![FieldError::new(field, message)])
+    }
+
+    /// 404 that lists the pools there are, at most ten of them.
+    pub fn pool_not_found<'a>(
+        wanted: &PoolName,
+        pools: impl IntoIterator<Item = &'a PoolName>,
+    ) -> Self {
+        const LISTED: usize = 10;
+        let mut names: Vec<_> = pools.into_iter().map(ToString::to_string).collect();
+        names.sort();
+        let others = match names.len() {
+            0 => "this node has no pools".to_owned(),
+            1..=LISTED => format!("there are {}", names.join(", ")),
+            more => format!(
+                "there are {}, and {} more",
+                names[..LISTED].join(", "),
+                more - LISTED
+            ),
+        };
+        Self::new(
+            404,
+            reason::POOL_NOT_FOUND,
+            format!("there is no pool {wanted}; {others}"),
+        )
     }
 
     #[must_use]

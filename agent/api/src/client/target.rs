@@ -59,7 +59,12 @@ fn tcp(rest: &str) -> Result<Target, String> {
     if authority.as_str().contains('@') {
         return Err("must not hold a user name".to_owned());
     }
-    let port = authority.port_u16().unwrap_or(DEFAULT_PORT);
+    let has_port = authority.as_str().len() > authority.host().len();
+    let port = match authority.port_u16() {
+        Some(port) => port,
+        None if has_port => return Err("must have a port from 0 to 65535".to_owned()),
+        None => DEFAULT_PORT,
+    };
     Ok(Target::Tcp(format!("{}:{port}", authority.host())))
 }
 
@@ -91,6 +96,8 @@ mod tests {
             ("https://node:1", "plain HTTP"),
             ("http://node:1/v1", "nothing after"),
             ("http://me@node:1", "user name"),
+            ("http://node:x", "65535"),
+            ("http://node:65536", "65535"),
         ] {
             let refusal = text.parse::<Target>().unwrap_err();
             assert!(refusal.contains(says), "{text}: {refusal}");
