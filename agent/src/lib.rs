@@ -6,3 +6,4 @@ pub mod journal;
 pub mod plan;
 pub mod preflight;
 pub mod storage;
+pub mod http;
