@@ -1,5 +1,7 @@
 //! Storage on a real Btrfs filesystem. Needs root and btrfs-progs.
 
+#![allow(clippy::unwrap_used)]
+
 use std::{
     collections::BTreeSet,
     ffi::OsStr,
@@ -802,13 +804,10 @@ fn preflight_refuses_clearly() {
     );
 }
 
-#[test]
-fn preflight_says_when_a_privilege_is_missing() {
-    let btrfs = LoopBtrfs::new(SIZE);
-    fs::set_permissions(btrfs.root(), fs::Permissions::from_mode(0o755)).unwrap();
-    // The check in a process of its own, as a user who may not write there.
+/// Runs the check in a process of its own that `setpriv` takes privileges from.
+fn unprivileged_check(root: &Path, privileges: &[&str]) -> String {
     let output = Command::new("setpriv")
-        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+        .args(privileges)
         .arg(std::env::current_exe().unwrap())
         .args([
             "--exact",
@@ -816,14 +815,29 @@ fn preflight_says_when_a_privilege_is_missing() {
             "--ignored",
             "--nocapture",
         ])
-        .env("BRANCHPOOL_TEST_ROOT", btrfs.root())
+        .env("BRANCHPOOL_TEST_ROOT", root)
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn preflight_says_when_a_privilege_is_missing() {
+    let btrfs = LoopBtrfs::new(SIZE);
+    let another_user = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+    let text = unprivileged_check(btrfs.root(), &another_user);
     assert!(
         text.contains("exit code 77: no permission for creating a subvolume"),
         "{text}"
     );
+
+    let without_admin = ["--bounding-set=-sys_admin", "--inh-caps=-sys_admin"];
+    let text = unprivileged_check(btrfs.root(), &without_admin);
+    assert!(
+        text.contains("exit code 77: no permission for deleting a subvolume"),
+        "{text}"
+    );
+    assert_eq!(fs::read_dir(btrfs.root()).unwrap().count(), 0);
 }
 
 /// Run by the test above.
@@ -833,4 +847,99 @@ fn helper_unprivileged_check() {
     let root = std::env::var_os("BRANCHPOOL_TEST_ROOT").unwrap();
     let error = filesystem::check(Path::new(&root)).unwrap_err();
     println!("exit code {}: {error}", error.exit_code());
+}
+
+#[test]
+fn branch_ids_prove_their_origin() {
+    let (key, other) = (NodeKey::from_bytes([3; 32]), NodeKey::from_bytes([4; 32]));
+    for _ in 0..100 {
+        let id = BranchId::generate(&key, &mut rand::rng());
+        assert!(id.is_authentic(&key));
+        assert!(!id.is_authentic(&other));
+        for position in 0..id.as_str().len() {
+            let mut text = id.to_string();
+            let changed = if text.as_bytes()[position] == b'a' {
+                "b"
+            } else {
+                "a"
+            };
+            text.replace_range(position..=position, changed);
+            assert!(
+                !text.parse::<BranchId>().unwrap().is_authentic(&key),
+                "{text}"
+            );
+        }
+        let json = serde_json::to_string(&id).unwrap();
+        assert_eq!(json, format!("\"{id}\""));
+        assert_eq!(serde_json::from_str::<BranchId>(&json).unwrap(), id);
+    }
+}
+
+#[test]
+fn names_of_another_form_are_refused() {
+    for text in [
+        "",
+        "abc",
+        "abcdefghijklmn",
+        "ABCDEFGHIJKLM",
+        "abcdefghijkl1",
+        "abcdefghijkl/",
+        "../../../../e",
+        "äbcdefghijkl",
+    ] {
+        assert!(text.parse::<BranchId>().is_err(), "{text}");
+        assert!(text.parse::<EndpointId>().is_err(), "{text}");
+        assert!(
+            serde_json::from_value::<EndpointId>(text.into()).is_err(),
+            "{text}"
+        );
+    }
+    for text in [
+        "",
+        "-a",
+        "a-",
+        "A",
+        "a/b",
+        ".",
+        "..",
+        "a b",
+        &"a".repeat(64),
+    ] {
+        assert!(text.parse::<PoolUid>().is_err(), "{text}");
+    }
+    assert!("a".repeat(63).parse::<PoolUid>().is_ok());
+    let long = "x"
+        .repeat(10_000)
+        .parse::<BranchId>()
+        .unwrap_err()
+        .to_string();
+    assert!(long.len() < 300, "{long}");
+}
+
+#[test]
+fn ids_spread_evenly_over_the_shards() {
+    let key = NodeKey::from_bytes([5; 32]);
+    let mut counts = [0_usize; layout::SHARDS];
+    for _ in 0..layout::SHARDS * 200 {
+        let shard = layout::shard(&BranchId::generate(&key, &mut rand::rng()));
+        counts[usize::from_str_radix(shard, 16).unwrap()] += 1;
+    }
+    // Ten standard deviations.
+    assert!(
+        counts.iter().all(|count| count.abs_diff(200) < 140),
+        "{counts:?}"
+    );
+}
+
+#[test]
+fn subvolume_names_are_checked() {
+    let btrfs = LoopBtrfs::new(SIZE);
+    let root = btrfs::open_dir(btrfs.root()).unwrap();
+    for name in ["", ".", "..", "a/b", "nul\0"] {
+        let error = btrfs::create_subvolume(&root, OsStr::new(name)).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{name:?}");
+    }
+    let error = btrfs::create_subvolume(&root, OsStr::new(&"n".repeat(256))).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(36));
+    btrfs::create_subvolume(&root, OsStr::new(&"n".repeat(255))).unwrap();
 }
