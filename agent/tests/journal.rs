@@ -352,8 +352,9 @@ async fn a_full_disk_is_reported_and_overcome() {
 
     let filler = btrfs.root().join("filler");
     let mut file = fs::File::create(&filler).unwrap();
-    while file.write_all(&[7; 1 << 16]).is_ok() {}
-    while file.write_all(&[7; 512]).is_ok() {}
+    for size in [8192, 512] {
+        while file.write_all(&vec![7; size]).is_ok() {}
+    }
     assert_eq!(file.sync_all().err().map(|error| error.kind()), None);
     drop(file);
 
