@@ -268,9 +268,9 @@ impl Kind {
         };
         let hint = match (self, value) {
             (Self::Text | Self::IntegerOrText, Value::Number(_) | Value::Bool(_)) => {
-                format!(": write it in quotes, \"{value}\"")
+                ": write it in quotes"
             }
-            _ => String::new(),
+            _ => "",
         };
         Some(format!("must be {wanted}, is {}{hint}", kind_of(value)))
     }
