@@ -1,1 +1,9 @@
+//! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod golden;
+pub mod postgres;
+pub mod journal;
+pub mod plan;
+pub mod preflight;
+pub mod storage;
+pub mod http;

@@ -1,6 +1,10 @@
 //! Leases: one branch held by one holder for a bounded time.
 
+use std::{fmt, str::FromStr};
+
 use serde::{Deserialize, Serialize};
+
+use crate::check;
 
 /// A pool as people name it. Written `namespace/name`; standalone pools without a namespace are in
 /// `default`.
@@ -9,6 +13,39 @@ use serde::{Deserialize, Serialize};
 pub struct PoolName {
     pub namespace: String,
     pub name: String,
+}
+
+impl PoolName {
+    /// The namespace of pools that are named without one.
+    pub const DEFAULT_NAMESPACE: &str = "default";
+
+    pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
+        Self {
+            namespace: namespace.into(),
+            name: name.into(),
+        }
+    }
+}
+
+impl fmt::Display for PoolName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl FromStr for PoolName {
+    type Err = String;
+
+    /// `namespace/name`, or `name` in the default namespace; each part a DNS label.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (namespace, name) = text
+            .split_once('/')
+            .unwrap_or((Self::DEFAULT_NAMESPACE, text));
+        for (part, what) in [(namespace, "namespace"), (name, "pool name")] {
+            check::dns_label(part).map_err(|why| format!("{what} {part:?}: {why}"))?;
+        }
+        Ok(Self::new(namespace, name))
+    }
 }
 
 /// Body of `PUT /v1/leases/{uid}`. The same `uid` gets the same answer, however often it is sent.
@@ -95,4 +132,10 @@ pub struct Lease {
     pub observed_reset_token: Option<String>,
     /// How often the server behind the lease was restarted on the same data.
     pub restarts: u32,
+}
+
+/// Answer of `GET /v1/leases`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseList {
+    pub leases: Vec<Lease>,
 }

@@ -3,14 +3,17 @@
 //! Every request type refuses unknown fields. Times on the wire are milliseconds since the Unix
 //! epoch (`…At`), spans are whole seconds (`…Seconds`) or milliseconds (`…Ms`).
 
+pub mod check;
+pub mod client;
 pub mod lease;
 pub mod node;
 pub mod pool;
 pub mod problem;
 pub mod watch;
 
-pub use lease::{Lease, LeasePhase, LeaseRequest, PoolName, RenewRequest, ResetRequest};
+pub use client::{Client, ClientError, Target};
+pub use lease::{Lease, LeaseList, LeasePhase, LeaseRequest, PoolName, RenewRequest, ResetRequest};
 pub use node::{Condition, Gate, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space};
-pub use pool::{GoldenPhase, GoldenStatus, PoolStatus};
+pub use pool::{DesiredPool, GoldenPhase, GoldenStatus, PoolList, PoolStatus};
 pub use problem::{FieldError, Problem};
 pub use watch::{Change, WatchEvent};

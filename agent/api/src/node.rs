@@ -112,6 +112,8 @@ pub struct PoolProbe {
 }
 
 /// Answer of `GET /v1/node`. `docs/probe.md` maps its fields to those of the reference's probe.
+// Each bool is a fact of its own on the wire, not a state that an enum could name.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {

@@ -4,6 +4,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Condition, PoolName};
 
+/// Body of `PUT /v1/pools/{uid}`: what the pool shall be from now on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DesiredPool {
+    pub namespace: String,
+    pub name: String,
+    /// `metadata.generation` of the `BranchPool`; an older one than the agent has is refused.
+    pub generation: u64,
+    /// The leader's epoch; a lower one than the agent has seen is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
+    /// `spec` of the `BranchPool`, as in its manifest.
+    pub spec: serde_json::Value,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GoldenPhase {
     /// Nothing asked for yet.
@@ -57,4 +72,10 @@ pub struct PoolStatus {
     /// Earliest time at which a held-back refill goes on (back-off), if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_at: Option<u64>,
+}
+
+/// Answer of `GET /v1/pools`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolList {
+    pub pools: Vec<PoolStatus>,
 }

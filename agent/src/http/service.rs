@@ -1,0 +1,78 @@
+//! What the HTTP server asks of the engine.
+
+use std::future::Future;
+
+use branchpool_agent_api::{
+    DesiredPool, Lease, LeaseRequest, NodeStatus, PoolStatus, Problem, RenewRequest, ResetRequest,
+};
+
+use super::Subscription;
+
+/// The engine, as the HTTP server sees it. Requests arrive with their fields checked against
+/// [`branchpool_agent_api::check`].
+///
+/// A returned future may be dropped at any await, because the client went away or its time was up:
+/// what was begun must then be finished or undone by the engine itself.
+pub trait Service: Clone + Send + Sync + 'static {
+    /// The lease, and whether this call made it.
+    fn lease(
+        &self,
+        uid: String,
+        request: LeaseRequest,
+    ) -> impl Future<Output = Result<(Lease, bool), Problem>> + Send;
+
+    fn renew(
+        &self,
+        uid: String,
+        request: RenewRequest,
+    ) -> impl Future<Output = Result<Lease, Problem>> + Send;
+
+    fn reset(
+        &self,
+        uid: String,
+        request: ResetRequest,
+    ) -> impl Future<Output = Result<Lease, Problem>> + Send;
+
+    /// Releasing a finished lease again answers as the first time.
+    fn release(
+        &self,
+        uid: String,
+        epoch: Option<u64>,
+    ) -> impl Future<Output = Result<Lease, Problem>> + Send;
+
+    /// Drops the record of a finished lease.
+    fn forget(
+        &self,
+        uid: String,
+        epoch: Option<u64>,
+    ) -> impl Future<Output = Result<(), Problem>> + Send;
+
+    fn get_lease(&self, uid: &str) -> Option<Lease>;
+
+    fn leases(&self) -> Vec<Lease>;
+
+    fn pools(&self) -> Vec<PoolStatus>;
+
+    fn node(&self) -> NodeStatus;
+
+    fn apply_pool(
+        &self,
+        uid: String,
+        desired: DesiredPool,
+    ) -> impl Future<Output = Result<PoolStatus, Problem>> + Send;
+
+    fn remove_pool(
+        &self,
+        uid: String,
+        epoch: Option<u64>,
+    ) -> impl Future<Output = Result<(), Problem>> + Send;
+
+    /// [`super::WatchLog::subscribe`] of the engine's log; `since` is instance and revision.
+    fn subscribe(&self, since: Option<(String, u64)>) -> Result<Subscription, Problem>;
+
+    /// All metrics in the `OpenMetrics` text format.
+    fn metrics(&self) -> String;
+
+    /// `Err` with one sentence that says why leases cannot be had now.
+    fn readiness(&self) -> Result<(), String>;
+}

@@ -1,0 +1,11 @@
+//! The HTTP server against a service held in memory: what it refuses, how it stops, what a watch
+//! shows. The engine has tests of its own.
+
+#![allow(clippy::unwrap_used)]
+
+mod addresses;
+mod client;
+mod raw;
+mod service;
+mod strictness;
+mod watch;
