@@ -7,6 +7,8 @@
 
 // `#[kube(printcolumn(type_ = …))]` repeats by design.
 #![allow(clippy::duplicated_attributes)]
+// Documentation of fields is what `kubectl explain` prints, and it prints no Markdown.
+#![allow(clippy::doc_markdown)]
 
 mod admission;
 mod definition;

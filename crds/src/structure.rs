@@ -107,7 +107,9 @@ impl Shape {
             }
             Value::Array(items) => {
                 if let Some(shape) = &self.items {
-                    items.iter_mut().for_each(|item| shape.fill(item));
+                    for item in items {
+                        shape.fill(item);
+                    }
                 }
             }
             _ => {}

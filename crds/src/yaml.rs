@@ -181,8 +181,8 @@ impl<'de> Visitor<'de> for TreeVisitor {
         }
         let mut names: Vec<_> = fields.iter().map(|(name, _)| name.value.as_str()).collect();
         names.sort_unstable();
-        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            let message = format!("the field {} is given twice", pair[0]);
+        if let Some([name, _]) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            let message = format!("the field {name} is given twice");
             return Err(A::Error::custom(message));
         }
         Ok(Tree::Map(fields))

@@ -1,5 +1,10 @@
 //! Files as a user writes them, good and bad.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::path::Path;
+
 use branchpool_crds::{Manifests, load_manifests};
 use proptest::prelude::*;
 
@@ -64,6 +69,26 @@ fn reads_a_pool_and_its_config_map_from_one_file_or_two() {
     let names: Vec<_> = scripts.iter().map(|script| script.name.as_str()).collect();
     assert_eq!(names, ["10-schema.sql", "20-data.sql", "more"]);
     assert_eq!(scripts[1].sql, "insert into t select 2;\n");
+}
+
+#[test]
+fn reads_the_examples() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples");
+    let mut read = 0;
+    for directory in fs::read_dir(root).unwrap() {
+        for file in fs::read_dir(directory.unwrap().path()).unwrap() {
+            let path = file.unwrap().path();
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "yaml")
+            {
+                let text = fs::read_to_string(&path).unwrap();
+                let manifests = load(&[(&path.display().to_string(), &text)]);
+                read += manifests.pools.len();
+            }
+        }
+    }
+    assert!(read > 0);
 }
 
 #[test]

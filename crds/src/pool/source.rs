@@ -23,10 +23,10 @@ pub enum Source {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SqlSource {
-    /// ConfigMap in the pool's namespace whose entries ending in .sql are run in the order of their names as the pool's role.
+    /// ConfigMap in the pool's namespace whose entries ending in .sql are run in the order of their names as the pool's role, which is a superuser meanwhile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config_map_ref: Option<ConfigMapReference>,
-    /// Scripts written here, run in this order as the pool's role.
+    /// Scripts written here, run in this order as the pool's role, which is a superuser meanwhile.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend(
         "x-kubernetes-list-type" = "map",
