@@ -59,6 +59,10 @@ impl Problem {
             ..Self::new(field, message)
         }
     }
+
+    pub(crate) fn into_violation(self) -> Violation {
+        self.violation
+    }
 }
 
 /// A resource of ours.
@@ -93,7 +97,7 @@ pub fn admit(object: &Value, old: Option<&Value>) -> Result<Value, Vec<Violation
     check_metadata(&filled, &mut problems);
     let blocked = problems.iter().any(|problem| problem.blocking);
     let mut violations: Vec<_> = (problems.into_iter())
-        .map(|problem| problem.violation)
+        .map(Problem::into_violation)
         .collect();
     if !blocked {
         let old = old.map(|old| schema.filled(old));

@@ -12,7 +12,7 @@ use snafu::{Snafu, ensure};
 use crate::rules::duration_format;
 
 /// The longest span that any field takes: 8760 hours.
-pub const MAX_DURATION: StdDuration = StdDuration::from_secs(8760 * 3600);
+pub const MAX_DURATION: StdDuration = StdDuration::from_hours(8760);
 
 const MAX_TEXT: usize = 20;
 const MAX_PARTS: usize = 4;
@@ -148,11 +148,11 @@ fn written(millis: u64) -> String {
         (millis / 1_000 % 60, "s"),
         (millis % 1_000, "ms"),
     ];
-    let text: String = parts
-        .iter()
-        .filter(|(count, _)| *count > 0)
+    let written = parts.iter().filter(|(count, _)| *count > 0);
+    let text = written
         .map(|(count, unit)| format!("{count}{unit}"))
-        .collect();
+        .collect::<Vec<_>>()
+        .concat();
     if text.is_empty() {
         "0s".to_owned()
     } else {

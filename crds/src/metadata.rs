@@ -88,8 +88,10 @@ fn check_strings(map: Option<&Value>, path: &str, found: &mut Vec<Problem>) {
     };
     for (name, value) in entries {
         if !value.is_string() {
-            let message = format!("must be a string: write it in quotes, \"{value}\"");
-            found.push(Problem::new(&at_field(path, name), message));
+            found.push(Problem::new(
+                &at_field(path, name),
+                "must be a string: write it in quotes",
+            ));
         }
     }
 }

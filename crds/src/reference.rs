@@ -121,8 +121,11 @@ fn collect<'a>(schema: &'a Value, path: &str, into: &mut Vec<Field<'a>>) {
             required,
             schema: below,
         });
-        collect(below, &path, into);
-        collect(&below["items"], &format!("{path}[]"), into);
+        // The fields of conditions are the same in all of Kubernetes.
+        if name != "conditions" {
+            collect(below, &path, into);
+            collect(&below["items"], &format!("{path}[]"), into);
+        }
     }
 }
 

@@ -107,7 +107,9 @@ impl Shape {
             }
             Value::Array(items) => {
                 if let Some(shape) = &self.items {
-                    items.iter_mut().for_each(|item| shape.fill(item));
+                    for item in items {
+                        shape.fill(item);
+                    }
                 }
             }
             _ => {}
@@ -268,9 +270,9 @@ impl Kind {
         };
         let hint = match (self, value) {
             (Self::Text | Self::IntegerOrText, Value::Number(_) | Value::Bool(_)) => {
-                format!(": write it in quotes, \"{value}\"")
+                ": write it in quotes"
             }
-            _ => String::new(),
+            _ => "",
         };
         Some(format!("must be {wanted}, is {}{hint}", kind_of(value)))
     }

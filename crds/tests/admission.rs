@@ -1,5 +1,7 @@
 //! What is taken and what is refused, from defaults to CEL rules.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
 use branchpool_crds::{
     BranchLease, BranchNode, BranchPool, ConnectionSecret, Duration, LeasePolicy, Placement,
     Preconnect, Priority, Source, Tuning, Unleased, Warming, WarmingMode, admit, admit_as,

@@ -1,5 +1,7 @@
 //! Generated files are what the types say, and the definitions keep to what API servers enforce.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
 use std::path::Path;
 use std::process::Command;
 

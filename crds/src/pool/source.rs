@@ -15,7 +15,7 @@ pub enum Source {
     Physical(RemoteSource),
     /// A dump of one database by pg_dump, restored into a new server.
     Logical(RemoteSource),
-    /// A prepared data directory: the Btrfs subvolume sources/<name> on each node.
+    /// A prepared data directory: a Btrfs subvolume below sources/ on each node.
     Subvolume(SubvolumeSource),
 }
 
@@ -23,10 +23,10 @@ pub enum Source {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SqlSource {
-    /// ConfigMap in the pool's namespace whose entries ending in .sql are run in the order of their names.
+    /// ConfigMap in the pool's namespace whose entries ending in .sql are run in the order of their names as the pool's role, which is a superuser meanwhile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config_map_ref: Option<ConfigMapReference>,
-    /// Scripts written here, run in this order.
+    /// Scripts written here, run in this order as the pool's role, which is a superuser meanwhile.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend(
         "x-kubernetes-list-type" = "map",
@@ -45,7 +45,7 @@ pub struct Script {
         regex(pattern = "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
     )]
     pub name: String,
-    /// SQL as psql takes it, run by the pool's database owner for sql.scripts and by the superuser for prepare.
+    /// SQL as psql takes it.
     #[schemars(length(min = 1, max = 262_144))]
     pub sql: String,
 }
