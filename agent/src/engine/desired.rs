@@ -57,7 +57,7 @@ pub(super) fn convert(
         "metadata": { "namespace": desired.namespace, "name": desired.name },
         "spec": desired.spec,
     });
-    let pool: branchpool_crds::BranchPool = branchpool_crds::admit_as(&object).map_err(|violations| {
+    let pool: branchpool_crds::BranchPool = branchpool_crds::admit_as(&object, None).map_err(|violations| {
         Problem::invalid_fields(
             violations
                 .into_iter()

@@ -85,6 +85,7 @@ pub(super) struct World {
     pub(super) metrics: Metrics,
     events: mpsc::Sender<Event>,
     cgroups: Base,
+    slots: u32,
     groups: Mutex<HashMap<String, Group>>,
     runtimes: Mutex<HashMap<BranchId, SharedRuntime>>,
     settings: Mutex<BTreeMap<PoolUid, Arc<Settings>>>,
@@ -110,6 +111,7 @@ pub(super) struct Parts {
     pub(super) metrics: Metrics,
     pub(super) events: mpsc::Sender<Event>,
     pub(super) cgroups: Base,
+    pub(super) slots: u32,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -136,6 +138,7 @@ impl World {
             metrics: parts.metrics,
             events: parts.events,
             cgroups: parts.cgroups,
+            slots: parts.slots,
             groups: Mutex::default(),
             runtimes: Mutex::default(),
             settings: Mutex::default(),
@@ -153,6 +156,10 @@ impl World {
     /// The cgroup of a slot, made when it is first used.
     pub(super) fn slot_group(&self, slot: Slot) -> Result<Group, branchpool_sys::cgroup::Error> {
         self.group(&slot_group_name(slot))
+    }
+
+    pub(super) fn slots(&self) -> u32 {
+        self.slots
     }
 
     pub(super) fn build_group(&self) -> Result<Group, branchpool_sys::cgroup::Error> {

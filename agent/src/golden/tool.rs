@@ -106,7 +106,7 @@ fn spawn(workshop: &Workshop<'_>, tool: &Tool<'_>) -> Spawn {
         network_namespace: env.isolation.network_namespace,
         landlock: env.isolation.landlock.then(|| {
             let read_write = [workshop.data_dir.clone(), workshop.socket_dir()];
-            sandbox::rules(workshop.installation, [], read_write)
+            sandbox::rules(workshop.installation, [], read_write, false)
         }),
         oom_score_adj: 0,
     }

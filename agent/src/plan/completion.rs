@@ -45,12 +45,8 @@ pub enum Completion {
         branch: BranchId,
         result: Result<(), Failure>,
     },
-    /// `Ok`: no process is left; with [`After::Trash`] the branch is in the trash, and has this many
-    /// bytes of its own there.
-    Stopped {
-        branch: BranchId,
-        result: Result<u64, String>,
-    },
+    /// `Ok`: no process is left, and with [`After::Trash`] the branch is in the trash.
+    Stopped { branch: BranchId, result: Result<Stopped, String> },
     Deleted {
         id: BranchId,
         result: Result<(), String>,

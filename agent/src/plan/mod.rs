@@ -33,6 +33,7 @@ pub use node::{Action, Effects, Event, Limits, LinkChange, Node, Now, Token};
 pub use pool::{Counts, Pool};
 pub use pressure::{Pressure, Sample, pressure};
 pub use record::{BranchRecord, Entry, GenerationRecord, LeaseRecord, PoolRecord, Records, Stage};
+pub use warming::WINDOW;
 pub use spec::{
     Cleanup, LeaseTerms, PoolSpec, Preconnect, StopMode, Tombstones, Warming, WarmingMode,
 };

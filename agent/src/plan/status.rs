@@ -75,21 +75,38 @@ impl Node {
         )
     }
 
+    /// Ready branches of an older image or older settings.
+    pub fn stale_ready(&self, pool: &Pool) -> u32 {
+        if !pool.mixed {
+            return 0;
+        }
+        let stale = pool.ready.values().filter(|id| {
+            self.branches.get(id).is_some_and(|branch| !pool.is_current(branch))
+        });
+        u32::try_from(stale.count()).unwrap_or(u32::MAX)
+    }
+
+    /// Tombstones of a pool: being deleted, and waiting.
+    pub fn tombstones(&self, uid: &PoolUid) -> (u32, u32) {
+        let (mut deleting, mut waiting) = (0, 0);
+        for entry in self.trash.of_pool(uid) {
+            if entry.deleting { deleting += 1 } else { waiting += 1 }
+        }
+        (deleting, waiting)
+    }
+
+    /// Branches that are wanted and not yet begun.
+    pub fn deficit(&self, pool: &Pool) -> u32 {
+        let counts = pool.counts();
+        let target = if pool.removed { 0 } else { pool.spec.target };
+        target.saturating_sub(counts.ready + counts.warming())
+    }
+
     /// A pool as the API shows it; absent when it is gone.
     pub fn pool_status(&self, uid: &PoolUid, now: Now) -> Option<PoolStatus> {
         let pool = self.pools.get(uid)?;
         let counts = pool.counts();
-        let stale = if pool.mixed {
-            let stale = pool.ready.values().filter(|id| {
-                self.branches
-                    .get(id)
-                    .is_some_and(|branch| !pool.is_current(branch))
-            });
-            u32::try_from(stale.count()).unwrap_or(u32::MAX)
-        } else {
-            0
-        };
-        let tombstones = u32::try_from(self.trash.of_pool(uid).count()).unwrap_or(u32::MAX);
+        let (deleting, waiting) = self.tombstones(uid);
         let wall = |mono: Millis| now.wall.saturating_add(mono.saturating_sub(now.mono));
         let held_until = if pool.serving().is_none() {
             pool.build_failure.as_ref().map(|failure| failure.retry_at)
@@ -110,8 +127,8 @@ impl Node {
             leased: counts.leased,
             cleaning: counts.stopping,
             quarantined: counts.quarantined,
-            tombstones,
-            stale,
+            tombstones: deleting + waiting,
+            stale: self.stale_ready(pool),
             golden: golden_status(pool),
             conditions: self.pool_conditions(pool, now),
             retry_at: held_until.filter(|time| *time > now.mono).map(wall),

@@ -10,7 +10,7 @@ use super::{
 use crate::storage::ids::{BranchId, EndpointId};
 
 /// Most branches whose snapshots run ahead of their starts.
-pub(super) const WINDOW: u32 = 256;
+pub const WINDOW: u32 = 256;
 
 /// Branches of a pool that count toward its target.
 struct Holding {

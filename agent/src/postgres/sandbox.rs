@@ -31,6 +31,8 @@ pub struct Isolation {
     pub ipc_namespace: bool,
     pub network_namespace: bool,
     pub landlock: bool,
+    /// Connections outward are allowed.
+    pub outbound: bool,
 }
 
 impl Isolation {
@@ -38,11 +40,13 @@ impl Isolation {
         ipc_namespace: true,
         network_namespace: true,
         landlock: true,
+        outbound: false,
     };
     pub const NONE: Self = Self {
         ipc_namespace: false,
         network_namespace: false,
         landlock: false,
+        outbound: false,
     };
 }
 
@@ -52,13 +56,14 @@ pub fn rules(
     installation: &Installation,
     read: impl IntoIterator<Item = PathBuf>,
     read_write: impl IntoIterator<Item = PathBuf>,
+    network: bool,
 ) -> Landlock {
     let system = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
     let mut rules = Landlock {
         read_execute: system(&READ_EXECUTE),
         read: system(&READ),
         read_write: vec![Path::new("/dev/null").to_owned()],
-        network: false,
+        network,
     };
     rules.read_execute.extend(installation.extra_paths.clone());
     if let Some(bindir) = installation.psql.parent() {

@@ -154,7 +154,7 @@ impl Launch<'_> {
             cgroup: self.group.membership(),
             mount: self.mount.clone(),
             ipc_namespace: self.isolation.ipc_namespace,
-            network_namespace: self.isolation.network_namespace,
+            network_namespace: self.isolation.network_namespace && !self.isolation.outbound,
             landlock: self.isolation.landlock.then(|| {
                 let control = &self.control;
                 let read = [&control.config_file, &control.hba_file, &control.ident_file];
@@ -163,6 +163,7 @@ impl Launch<'_> {
                     self.installation,
                     read.into_iter().cloned(),
                     read_write.into_iter().cloned(),
+                    self.isolation.outbound,
                 )
             }),
             oom_score_adj: OOM_SCORE_ADJ,
