@@ -7,3 +7,4 @@ pub mod plan;
 pub mod preflight;
 pub mod storage;
 pub mod http;
+pub mod standalone;
