@@ -1,9 +1,11 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod engine;
 pub mod golden;
-pub mod postgres;
+pub mod http;
 pub mod journal;
 pub mod plan;
+pub mod postgres;
 pub mod preflight;
 pub mod storage;
 pub mod http;

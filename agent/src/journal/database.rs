@@ -53,6 +53,9 @@ impl Database {
         database.pragma("journal_mode", "wal")?;
         database.pragma("synchronous", "normal")?;
         database.pragma("journal_size_limit", "67108864")?;
+        // In pages of 4 KiB. Moving the WAL holds up writes for two fsyncs: seldom is better, as
+        // measured, and 32 MiB are read again in no time at a start.
+        database.pragma("wal_autocheckpoint", "8000")?;
         database.create_schema()?;
         Ok(database)
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Action, After, Entry, Millis, Node, Now, PoolUid, Server, Stage, State, StopMode, Tombstones,
+    Action, After, Entry, Millis, Node, Now, PoolUid, Server, Stage, State, StopMode, Stopped, Tombstones,
     backoff, node::Effects,
 };
 use crate::storage::ids::BranchId;
@@ -199,7 +199,7 @@ impl Node {
     pub(super) fn stopped(
         &mut self,
         id: BranchId,
-        result: Result<u64, String>,
+        result: Result<Stopped, String>,
         now: Now,
         effects: &mut Effects,
     ) {
@@ -217,8 +217,8 @@ impl Node {
             return;
         };
         let pool = branch.pool.clone();
-        let bytes = match result {
-            Ok(bytes) => bytes,
+        let Stopped { bytes, clean } = match result {
+            Ok(stopped) => stopped,
             Err(message) => {
                 let failures = failures.saturating_add(1);
                 let due = now.mono + backoff::CLEANUP.after(failures);
@@ -254,11 +254,11 @@ impl Node {
                 effects.node = true;
                 self.set_state(id, State::Quarantined(failure), effects);
             }
-            After::Park => self.parked(id, effects),
+            After::Park => self.parked(id, clean, effects),
         }
     }
 
-    fn parked(&mut self, id: BranchId, effects: &mut Effects) {
+    fn parked(&mut self, id: BranchId, clean: bool, effects: &mut Effects) {
         let holder = self
             .leases
             .iter()

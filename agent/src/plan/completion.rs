@@ -6,6 +6,15 @@ use super::{
 };
 use crate::storage::ids::BranchId;
 
+/// How a stop went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stopped {
+    /// What the branch had written, which its deletion will give back.
+    pub bytes: u64,
+    /// The server shut down by itself, and its data is flushed.
+    pub clean: bool,
+}
+
 /// How an [`Action`] ended.
 #[derive(Clone, Debug)]
 pub enum Completion {

@@ -16,6 +16,7 @@ mod golden;
 mod lease;
 mod node;
 mod pool;
+mod pressure;
 mod record;
 mod spec;
 mod status;
@@ -25,11 +26,12 @@ pub use crate::storage::ids::PoolUid;
 pub use adopt::{Observed, ObservedBranch};
 pub use branch::{After, Branch, Failure, Server, State};
 pub use command::{Answer, Command, Refusal};
-pub use completion::Completion;
+pub use completion::{Completion, Stopped};
 pub use golden::{Generation, GenerationState, Image};
 pub use lease::LeaseState;
 pub use node::{Action, Effects, Event, Limits, LinkChange, Node, Now, Token};
 pub use pool::{Counts, Pool};
+pub use pressure::{Pressure, Sample, pressure};
 pub use record::{BranchRecord, Entry, GenerationRecord, LeaseRecord, PoolRecord, Records, Stage};
 pub use spec::{
     Cleanup, LeaseTerms, PoolSpec, Preconnect, StopMode, Tombstones, Warming, WarmingMode,

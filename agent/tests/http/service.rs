@@ -1,4 +1,8 @@
 //! A service that keeps leases in a map: enough behaviour to see that each request arrives whole.
+//! The command line's tests use it too.
+
+// Not everything here is used by both.
+#![allow(dead_code)]
 
 use std::{
     collections::BTreeMap,
@@ -25,6 +29,7 @@ struct State {
     pools: BTreeMap<String, PoolStatus>,
     not_ready: Option<String>,
     last_epoch: Option<u64>,
+    attempts: usize,
 }
 
 impl InMemory {
@@ -42,6 +47,11 @@ impl InMemory {
     /// The epoch of the last request that can carry one in its query.
     pub(crate) fn last_epoch(&self) -> Option<u64> {
         self.state.lock().unwrap().last_epoch
+    }
+
+    /// Requests for a lease so far, whatever became of them.
+    pub(crate) fn attempts(&self) -> usize {
+        self.state.lock().unwrap().attempts
     }
 
     fn change(&self, uid: &str, change: impl FnOnce(&mut Lease)) -> Result<Lease, Problem> {
@@ -62,6 +72,7 @@ impl InMemory {
 impl Service for InMemory {
     async fn lease(&self, uid: String, request: LeaseRequest) -> Result<(Lease, bool), Problem> {
         let mut state = self.state.lock().unwrap();
+        state.attempts += 1;
         if let Some(lease) = state.leases.get(&uid) {
             return Ok((lease.clone(), false));
         }
