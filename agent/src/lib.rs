@@ -8,3 +8,5 @@ pub mod plan;
 pub mod postgres;
 pub mod preflight;
 pub mod storage;
+pub mod http;
+pub mod standalone;

@@ -1,0 +1,3 @@
+//! An agent without a cluster: manifests from files instead of an operator.
+
+pub mod manifests;
