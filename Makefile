@@ -34,7 +34,7 @@ bench: setup ## Measure hand-out and refill beside a bare loop of the same syste
 
 .PHONY: generate
 generate: ## Write the generated files anew: CRD manifests and their reference page
-	@scripts/generate
+	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
 
 .PHONY: audit
 audit: ## Look for known vulnerabilities in the dependencies (network)
