@@ -12,6 +12,7 @@ mod branches;
 mod loop_btrfs;
 mod loopfile;
 mod names;
+mod own_bytes;
 mod preflight;
 mod scan;
 
