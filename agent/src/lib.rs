@@ -1,5 +1,6 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod cli;
 pub mod engine;
 pub mod golden;
 pub mod http;
@@ -7,6 +8,5 @@ pub mod journal;
 pub mod plan;
 pub mod postgres;
 pub mod preflight;
-pub mod storage;
-pub mod http;
 pub mod standalone;
+pub mod storage;

@@ -1,6 +1,6 @@
 //! What the engine is started with.
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 use branchpool_supervisor::client::Supervisor;
 
@@ -33,11 +33,3 @@ pub struct Config {
     pub default_concurrency: u32,
 }
 
-/// Directories and users that preflight works on.
-#[derive(Clone, Debug)]
-pub struct Places {
-    pub root: PathBuf,
-    pub run: PathBuf,
-    pub postgres_dirs: Vec<PathBuf>,
-    pub postgres_user: String,
-}

@@ -35,6 +35,8 @@ pub(super) struct Settings {
     /// Servers may open connections outward.
     pub(super) outbound: bool,
     pub(super) preconnect: plan::Preconnect,
+    /// The spec that all of this was made from.
+    pub(super) spec: Value,
 }
 
 /// What a node can do for a pool.
@@ -127,6 +129,7 @@ pub(super) fn convert(
         parameters,
         outbound: spec.network.outbound == Outbound::Allow,
         preconnect: preconnect(&spec),
+        spec: desired.spec.clone(),
     };
     let name = PoolName { namespace: desired.namespace.clone(), name: desired.name.clone() };
     Ok((plan_spec(uid, name, desired.generation, &spec, node), settings))

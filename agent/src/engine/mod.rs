@@ -17,11 +17,11 @@ mod world;
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use branchpool_agent_api::Isolation as IsolationReport;
+use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport};
 use branchpool_sys::{
     cgroup::{self, Base},
     probe::{self, Feature},
@@ -42,7 +42,7 @@ use self::{
 use crate::{
     http::WatchLog,
     journal::{self, Journal, Kind, Record},
-    plan::{Command, Node, Records},
+    plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
     storage::{Branches, layout, ids::NodeKey},
 };
@@ -70,6 +70,19 @@ pub enum Error {
     Interrupted { message: String },
 }
 
+impl Error {
+    /// sysexits.h: 64 to 78 where a new try would end the same.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Layout { .. } | Self::NodeKey { .. } => 78,
+            Self::Journal { source: journal::Error::Locked { .. } } => 69,
+            Self::Journal { source: journal::Error::Damaged { .. } | journal::Error::Newer { .. } } => 65,
+            Self::Cgroup { .. } => 71,
+            _ => 1,
+        }
+    }
+}
+
 /// A running engine. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -81,8 +94,9 @@ pub struct Engine {
     drained: watch::Receiver<bool>,
     events: mpsc::Sender<crate::plan::Event>,
     journal: Journal,
-    /// Problems of pools that could not be taken in, by pool name, for the node's conditions.
-    refused_pools: Arc<Mutex<BTreeMap<String, String>>>,
+    /// What is wrong with the manifests of a standalone agent.
+    manifests: Arc<Mutex<Option<String>>>,
+    cgroups: Base,
 }
 
 impl Engine {
@@ -178,7 +192,8 @@ impl Engine {
             drained,
             events,
             journal,
-            refused_pools: Arc::default(),
+            manifests: Arc::default(),
+            cgroups,
         })
     }
 
@@ -191,7 +206,47 @@ impl Engine {
         self.world.committer.committed(self.world.committer.submitted()).await;
         self.log.close();
         self.journal.clone().close().await;
+        if done {
+            self.remove_cgroups().await;
+        }
         done
+    }
+
+    /// Ends every process of every branch at once. Leases keep their data.
+    pub async fn kill_all(&self) {
+        let nothing_kept = BTreeMap::new();
+        if let Err(error) = boot::clear_cgroups(&self.world, &self.cgroups, &nothing_kept).await {
+            tracing::warn!(%error, "not all processes could be ended");
+        }
+        self.remove_cgroups().await;
+    }
+
+    async fn remove_cgroups(&self) {
+        let cgroups = self.cgroups.clone();
+        let removed = steps::blocking(move || {
+            for name in cgroups.names()? {
+                cgroups.group(&name)?.remove()?;
+            }
+            cgroups.remove()
+        });
+        match removed.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(error = crate::postgres::chain(&error), "cgroups stay behind"),
+            Err(error) => tracing::warn!(error, "cgroups stay behind"),
+        }
+    }
+
+    /// Shown as the node's condition `Manifests`.
+    pub fn report_manifests(&self, problem: Option<String>) {
+        *self.manifests.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+
+    /// Counts the generations of a pool that no API server counts: up with each change.
+    pub fn with_generation(&self, uid: &PoolUid, mut desired: DesiredPool) -> DesiredPool {
+        let known = self.log.known_pool(uid.as_str()).map_or(0, |pool| pool.observed_generation);
+        let unchanged = self.world.applied(uid).is_some_and(|spec| spec == desired.spec);
+        desired.generation = if unchanged { known } else { known + 1 };
+        desired
     }
 
     async fn ask(
@@ -270,7 +325,7 @@ async fn isolation(config: &Config, cgroups: &Base) -> Result<(Isolation, Isolat
         user_per_branch,
         ipc_namespace: isolation.ipc_namespace,
         network_namespace: isolation.network_namespace,
-        landlock_abi: if landlock { branchpool_sys::sandbox::abi() } else { 0 },
+        landlock_abi: if landlock { branchpool_sys::sandbox::probe().unwrap_or(0) } else { 0 },
         missing: reasons,
     };
     Ok((isolation, report))

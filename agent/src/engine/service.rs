@@ -1,9 +1,12 @@
 //! The engine as the HTTP API sees it.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::{Arc, PoisonError},
+    time::Instant,
+};
 
 use branchpool_agent_api::{
-    DesiredPool, FieldError, Lease, LeaseRequest, NodeStatus, PoolStatus, Problem, QueueProbe,
+    Condition, DesiredPool, FieldError, Lease, LeaseRequest, NodeStatus, PoolStatus, Problem,
     RenewRequest, ResetRequest, problem::reason,
 };
 
@@ -183,7 +186,15 @@ impl Service for Engine {
         let mut node = self.log.known_node();
         node.space = self.world.sample().space;
         node.journal_pending = u32::try_from(self.world.committer.pending()).unwrap_or(u32::MAX);
-        node.read_queries = QueueProbe::default();
+        let manifests = self.manifests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(message) = manifests {
+            node.conditions.push(Condition {
+                kind: "Manifests".to_owned(),
+                status: "False".to_owned(),
+                reason: "Refused".to_owned(),
+                message,
+            });
+        }
         node
     }
 

@@ -196,6 +196,11 @@ impl World {
         lock(&self.settings).get(pool).cloned()
     }
 
+    /// The spec that was applied last.
+    pub(super) fn applied(&self, pool: &PoolUid) -> Option<serde_json::Value> {
+        Some(self.settings(pool)?.spec.clone())
+    }
+
     pub(super) fn set_settings(&self, pool: PoolUid, settings: Arc<Settings>) {
         lock(&self.settings).insert(pool, settings);
     }

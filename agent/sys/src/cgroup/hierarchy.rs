@@ -172,6 +172,15 @@ impl Base {
         })
     }
 
+    /// `v2`, `v1`, or `v1+unified` for v1 controllers with a v2 hierarchy beside them.
+    pub fn kind(&self) -> &'static str {
+        match (self.unified.is_some(), self.v1.is_empty()) {
+            (true, true) => "v2",
+            (true, false) => "v1+unified",
+            (false, _) => "v1",
+        }
+    }
+
     /// Controllers that this machine does not offer: their limits are not in force.
     pub fn missing(&self) -> &[Controller] {
         &self.missing
