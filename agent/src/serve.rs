@@ -14,7 +14,7 @@ use branchpool_agent::{
     plan::Limits,
     preflight,
     standalone::{self, manifests},
-    storage::{Layout, LoopFile, layout, loopfile},
+    storage::{Layout, layout, loopfile::{self, LoopFile}},
 };
 use branchpool_supervisor::client::{self, Supervisor};
 use data_encoding::HEXLOWER;

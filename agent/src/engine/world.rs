@@ -183,15 +183,6 @@ impl World {
         lock(&self.runtimes).remove(&id);
     }
 
-    pub(super) fn open_sessions(&self) -> usize {
-        let runtimes: Vec<SharedRuntime> = lock(&self.runtimes).values().cloned().collect();
-        let open = |runtime: &SharedRuntime| {
-            // One whose step is under way is counted when that ends.
-            runtime.try_lock().is_ok_and(|runtime| runtime.session.is_some())
-        };
-        runtimes.iter().filter(|runtime| open(runtime)).count()
-    }
-
     pub(super) fn settings(&self, pool: &PoolUid) -> Option<Arc<Settings>> {
         lock(&self.settings).get(pool).cloned()
     }

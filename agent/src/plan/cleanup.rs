@@ -269,11 +269,10 @@ impl Node {
             return;
         };
         let mut record = branch.record();
-        record.stage = Stage::Leased {
-            lease: lease.clone(),
-            parked: true,
-        };
-        effects.journal(Entry::Branch(id, record));
+        if clean {
+            record.stage = Stage::Leased { lease: lease.clone(), parked: true };
+            effects.journal(Entry::Branch(id, record));
+        }
         self.set_state(id, State::Parked { lease }, effects);
     }
 
