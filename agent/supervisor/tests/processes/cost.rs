@@ -59,6 +59,11 @@ async fn spawn(scene: Scene) {
             times.1.push(begin.elapsed());
         }
     }
+    let status = format!("/proc/{}/status", rustix::process::getppid().unwrap());
+    let status = std::fs::read_to_string(status).unwrap();
+    for line in status.lines().filter(|line| line.starts_with("Rss")) {
+        println!("supervisor {line}");
+    }
     for ((name, _), (started, ended)) in variants.iter().zip(times) {
         let (started, ended) = (Share::of(started), Share::of(ended));
         println!("{name:26} running {started}, ended {ended}");

@@ -106,6 +106,13 @@ async fn freeze(scene: Scene) {
     group.kill(PATIENCE).unwrap();
     assert_eq!(child.wait().await.unwrap(), Outcome::Signal(9));
     assert!(group.is_empty().unwrap());
+
+    // Left frozen and empty, it is no trap for the next one.
+    group.freeze(PATIENCE).unwrap();
+    let mut spawn = plain("/bin/true", &[]);
+    spawn.cgroup = scene.groups.group("slot-1").unwrap().membership();
+    let mut child = scene.supervisor.spawn(spawn, [None; 3]).await.unwrap();
+    assert_eq!(child.wait().await.unwrap(), Outcome::Code(0));
 }
 
 async fn limits(scene: Scene) {
