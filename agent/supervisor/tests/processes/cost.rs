@@ -34,7 +34,7 @@ async fn spawn(scene: Scene) {
         ("without v2 cgroup", |spawn| spawn.cgroup.unified = None),
         ("without IPC namespace", |spawn| spawn.ipc_namespace = false),
         ("without network namespace", |spawn| {
-            spawn.network_namespace = false
+            spawn.network_namespace = false;
         }),
         ("without Landlock", |spawn| spawn.landlock = None),
         ("without user", |spawn| spawn.user = None),
@@ -58,6 +58,11 @@ async fn spawn(scene: Scene) {
             assert_eq!(child.wait().await.unwrap(), Outcome::Code(0));
             times.1.push(begin.elapsed());
         }
+    }
+    let status = format!("/proc/{}/status", rustix::process::getppid().unwrap());
+    let status = std::fs::read_to_string(status).unwrap();
+    for line in status.lines().filter(|line| line.starts_with("Rss")) {
+        println!("supervisor {line}");
     }
     for ((name, _), (started, ended)) in variants.iter().zip(times) {
         let (started, ended) = (Share::of(started), Share::of(ended));

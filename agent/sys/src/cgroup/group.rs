@@ -54,6 +54,12 @@ impl Group {
         }
     }
 
+    /// The directory that freezes and kills. There is one: [`Base::open`] sees to it.
+    pub(super) fn stopping(&self) -> &Path {
+        let directory = self.unified.as_ref().or(self.freezer.as_ref());
+        directory.expect("should have a v2 or a freezer directory")
+    }
+
     pub(super) fn directories(&self) -> Vec<&Path> {
         let v1 = self.v1.iter().map(|(_, path)| path);
         let mut all: Vec<_> = self

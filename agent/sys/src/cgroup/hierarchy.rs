@@ -186,17 +186,16 @@ impl Base {
         &self.missing
     }
 
-    /// The group of that name, made if it is not there. One without processes is made anew on v2,
-    /// as an earlier agent may have died between killing and [renewing](Group::kill) it.
+    /// The group of that name, made if it is not there. One without processes is made anew, as an
+    /// earlier agent may have left it frozen, or died between killing and [renewing](Group::kill) it.
+    /// Set its limits afterwards.
     pub fn group(&self, name: &str) -> Result<Group, Error> {
         check_name(name)?;
         let group = Group::new(self, name);
-        for directory in group.membership().v1 {
-            make(directory)?;
+        for directory in group.directories() {
+            make(directory.to_owned())?;
         }
-        if let Some(unified) = &group.membership().unified {
-            super::group::make_anew(unified)?;
-        }
+        super::group::make_anew(group.stopping())?;
         Ok(group)
     }
 
