@@ -1,5 +1,5 @@
 pub mod golden;
-pub mod postgres;
 pub mod journal;
+pub mod postgres;
 pub mod preflight;
 pub mod storage;

@@ -63,7 +63,9 @@ pub(super) async fn databases(workshop: &Workshop<'_>) -> Result<()> {
     slots(&mut session).await?;
     passwords(&mut session).await?;
     let databases = session
-        .query("SELECT datname, datallowconn FROM pg_database WHERE datname <> 'template0' ORDER BY 1")
+        .query(
+            "SELECT datname, datallowconn FROM pg_database WHERE datname <> 'template0' ORDER BY 1",
+        )
         .await
         .doing("listing the databases")?;
     for row in databases {
@@ -86,7 +88,11 @@ pub(super) async fn databases(workshop: &Workshop<'_>) -> Result<()> {
 /// Whether the pool's role is a superuser in the image.
 pub(super) async fn set_superuser(workshop: &Workshop<'_>, superuser: bool) -> Result<()> {
     let role = &workshop.spec.role;
-    let attribute = if superuser { "SUPERUSER" } else { "NOSUPERUSER" };
+    let attribute = if superuser {
+        "SUPERUSER"
+    } else {
+        "NOSUPERUSER"
+    };
     let mut session = workshop.session("template1").await?;
     session
         .execute(&format!("ALTER ROLE {} {attribute}", identifier(role)))

@@ -36,9 +36,15 @@ impl Output {
         if self.succeeded() {
             return Ok(self.stdout);
         }
-        let lines: Vec<&str> = self.stderr.lines().filter(|line| !line.is_empty()).collect();
+        let lines: Vec<&str> = self
+            .stderr
+            .lines()
+            .filter(|line| !line.is_empty())
+            .collect();
         let message = match lines[lines.len().saturating_sub(5)..].join(" | ") {
-            words if words.is_empty() => format!("it ended with {:?} and said nothing", self.outcome),
+            words if words.is_empty() => {
+                format!("it ended with {:?} and said nothing", self.outcome)
+            }
             words => words,
         };
         ToolSnafu { program, message }.fail()

@@ -89,10 +89,16 @@ pub enum Error {
         source: Box<client::Error>,
     },
 
-    #[snafu(display("the server with process id {pid} could not be signalled: {}", chain(source)))]
+    #[snafu(display(
+        "the server with process id {pid} could not be signalled: {}",
+        chain(source)
+    ))]
     Signal { pid: u32, source: process::Error },
 
-    #[snafu(display("the processes of the server with process id {pid} could not be killed: {}", chain(source)))]
+    #[snafu(display(
+        "the processes of the server with process id {pid} could not be killed: {}",
+        chain(source)
+    ))]
     Kill {
         pid: u32,
         source: branchpool_sys::cgroup::Error,
@@ -184,12 +190,18 @@ pub fn environment() -> Vec<(String, String)> {
 
 /// Starts a server and waits until it accepts connections. After an error, or when the future
 /// is dropped, nothing of it runs any more.
-pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_>) -> Result<Server> {
+pub async fn start(
+    supervisor: &Supervisor,
+    watcher: &Watcher,
+    launch: Launch<'_>,
+) -> Result<Server> {
     check_socket_path(&launch.control.socket_dir)?;
     let log = open_log(launch.log).context(OpenLogSnafu { path: launch.log })?;
     let log_start = log.metadata().map_or(0, |metadata| metadata.len());
     let data_dir = launch.data_dir().to_owned();
-    let watch = watcher.watch(&data_dir, Interest::Written).context(WatchSnafu)?;
+    let watch = watcher
+        .watch(&data_dir, Interest::Written)
+        .context(WatchSnafu)?;
 
     let mut guard = KillOnDrop {
         group: launch.group,
@@ -199,7 +211,9 @@ pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_
     let mut child = supervisor
         .spawn(launch.spawn(), stdio)
         .await
-        .context(SpawnSnafu { data_dir: &data_dir })?;
+        .context(SpawnSnafu {
+            data_dir: &data_dir,
+        })?;
     let ready = wait_until_ready(&mut child, watch, &launch, log_start).await;
     let server = Server {
         pid: child.pid,
@@ -226,7 +240,10 @@ pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_
 fn check_socket_path(socket_dir: &Path) -> Result<()> {
     let path = socket_dir.join(SOCKET_NAME);
     let length = path.as_os_str().as_bytes().len();
-    ensure!(length <= MAX_SOCKET_PATH, SocketPathTooLongSnafu { path, length });
+    ensure!(
+        length <= MAX_SOCKET_PATH,
+        SocketPathTooLongSnafu { path, length }
+    );
     Ok(())
 }
 
@@ -277,7 +294,11 @@ pub fn log_excerpt(path: &Path, start: u64) -> String {
     };
     let text = read().unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
-    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
     if lines.is_empty() {
         return "nothing".to_owned();
     }
@@ -360,7 +381,11 @@ impl Server {
         }
         match tokio::time::timeout(timeout, self.ended()).await {
             Ok(ended) => ended,
-            Err(_) => KilledSnafu { pid: self.pid, timeout }.fail(),
+            Err(_) => KilledSnafu {
+                pid: self.pid,
+                timeout,
+            }
+            .fail(),
         }
     }
 
@@ -370,7 +395,9 @@ impl Server {
     }
 
     async fn kill_rest(&self) -> Result<()> {
-        let killed = kill_group(&self.group).await.context(KillSnafu { pid: self.pid });
+        let killed = kill_group(&self.group)
+            .await
+            .context(KillSnafu { pid: self.pid });
         if killed.is_ok() && !self.ipc_namespace {
             self.remove_shared_memory().await;
         }
@@ -386,7 +413,8 @@ impl Server {
         let Ok(Some(file)) = PidFile::read(&self.data_dir) else {
             return;
         };
-        let Some(SharedMemory { id, .. }) = file.shared_memory.filter(|_| file.pid == self.pid) else {
+        let Some(SharedMemory { id, .. }) = file.shared_memory.filter(|_| file.pid == self.pid)
+        else {
             return;
         };
         let removed = Command::new("ipcrm")
@@ -398,7 +426,11 @@ impl Server {
             Ok(output) if output.status.success() => {}
             Ok(output) => {
                 let message = String::from_utf8_lossy(&output.stderr).into_owned();
-                tracing::warn!(id, message, "a killed server's shared memory could not be removed");
+                tracing::warn!(
+                    id,
+                    message,
+                    "a killed server's shared memory could not be removed"
+                );
             }
             Err(error) => tracing::warn!(id, %error, "ipcrm could not be run"),
         }
