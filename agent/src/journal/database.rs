@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rusqlite::{Connection, ErrorCode, OpenFlags, TransactionBehavior, params};
+use rusqlite::{Connection, ErrorCode, OpenFlags, TransactionBehavior, config::DbConfig, params};
 use snafu::{OptionExt, ResultExt, ensure};
 
 use super::{DamagedSnafu, Error, FileSnafu, Kind, NewerSnafu, OpenSnafu, Record};
@@ -40,6 +40,12 @@ impl Database {
             connection,
             path: path.into(),
         };
+        // Closing leaves the WAL as a crash would: what is refused below stays as it was, and the
+        // next start on a full disk need not make the file anew, which Btrfs may then refuse.
+        database
+            .connection
+            .set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)
+            .context(OpenSnafu { path })?;
         // Exclusive before the first access: the index of the WAL then lives in memory. In a
         // shared mapping a full disk would end the process with SIGBUS.
         database.pragma("locking_mode", "exclusive")?;
@@ -47,6 +53,9 @@ impl Database {
         database.pragma("journal_mode", "wal")?;
         database.pragma("synchronous", "normal")?;
         database.pragma("journal_size_limit", "67108864")?;
+        // In pages of 4 KiB. Moving the WAL holds up writes for two fsyncs: seldom is better, as
+        // measured, and 32 MiB are read again in no time at a start.
+        database.pragma("wal_autocheckpoint", "8000")?;
         database.create_schema()?;
         Ok(database)
     }
@@ -122,6 +131,10 @@ impl Database {
         );
         self.connection
             .execute_batch(&script)
+            .map_err(|error| self.error(error))?;
+        // The main file by itself then tells what it is, should its WAL get lost.
+        self.connection
+            .query_row("PRAGMA wal_checkpoint(FULL)", [], |_| Ok(()))
             .map_err(|error| self.error(error))
     }
 

@@ -15,7 +15,14 @@ use super::{Error, FileSnafu};
 /// Held by the open file, so it ends with the process however that ends.
 #[derive(Debug)]
 pub(super) struct Lock {
-    _file: File,
+    file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing would not do while a child process, between fork and exec, has a copy.
+        let _closing_does_it_later = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
 }
 
 impl Lock {
@@ -53,6 +60,6 @@ impl Lock {
             .set_len(0)
             .and_then(|()| file.rewind())
             .and_then(|()| writeln!(file, "{}", std::process::id()));
-        Ok(Self { _file: file })
+        Ok(Self { file })
     }
 }

@@ -44,7 +44,10 @@ pub enum Error {
         path: PathBuf,
         source: io::Error,
     },
-    #[snafu(display("cannot open the journal {path:?}: {source}"))]
+    #[snafu(display(
+        "cannot open the journal {path:?}: {source}; check its directory's permissions and free \
+         space, on Btrfs for metadata too (btrfs filesystem usage)"
+    ))]
     Open {
         path: PathBuf,
         source: rusqlite::Error,
@@ -279,8 +282,8 @@ impl Journal {
         self.pending.load(Ordering::Relaxed)
     }
 
-    /// Writes what is queued, moves everything into the main file and closes it. Later writes, of
-    /// other copies too, fail with [`Error::Closed`]; closing again is no error.
+    /// Writes what is queued, closes the file and releases its lock. Later writes, of other copies
+    /// too, fail with [`Error::Closed`]; closing again is no error.
     pub async fn close(self) {
         let (done, answer) = oneshot::channel();
         if self.queue.send(Message::Close(done)).await.is_ok() {

@@ -76,7 +76,7 @@ fn run(mut database: Database, lock: Lock, mut queue: mpsc::Receiver<Message>) {
             commit(&mut database, writes);
         }
     }
-    // Moves the WAL into the main file; the lock must outlast it.
+    // The lock must outlast it.
     drop(database);
     drop(lock);
     for done in closers {

@@ -234,15 +234,19 @@ fn try_snapshot(root: &OwnedFd, path: &Path) -> Result<(), Error> {
 }
 
 fn remove_probes(root: impl AsFd, path: &Path) -> Result<(), Error> {
+    let mut result = Ok(());
     for name in [PROBE_SNAPSHOT, PROBE] {
         match btrfs::delete(&root, OsStr::new(name)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(failed("deleting a subvolume", path, error));
+                // Without the privilege an empty subvolume can still go like a directory; to
+                // leave nothing behind is worth a try, the check has failed either way.
+                let _removed = rustix::fs::unlinkat(&root, name, AtFlags::REMOVEDIR);
+                result = Err(failed("deleting a subvolume", path, error));
             }
             _ => {}
         }
     }
-    Ok(())
+    result
 }
 
 fn failed(action: &'static str, path: &Path, source: io::Error) -> Error {
@@ -260,6 +264,7 @@ fn failed(action: &'static str, path: &Path, source: io::Error) -> Error {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

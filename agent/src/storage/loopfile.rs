@@ -316,3 +316,31 @@ fn run(tool: Tool, options: &[&str], paths: &[&Path]) -> Result<String, Error> {
     }
     .fail()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_tool_names_its_package() {
+        let tool = Tool {
+            name: "mkfs.of-no-filesystem",
+            package: "some-progs",
+        };
+        let error = run(tool, &[], &[Path::new("/")]).unwrap_err();
+        let expected =
+            "mkfs.of-no-filesystem is not installed; install the Debian package some-progs";
+        assert_eq!(error.to_string(), expected);
+    }
+
+    #[test]
+    fn a_failing_tool_is_quoted() {
+        let tool = Tool {
+            name: "losetup",
+            package: "mount",
+        };
+        let error = run(tool, &["--no-such-option"], &[Path::new("/")]).unwrap_err();
+        assert!(error.to_string().contains("--no-such-option"), "{error}");
+    }
+}

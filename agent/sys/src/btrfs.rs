@@ -14,7 +14,10 @@ use std::{
 
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
+mod own;
 mod raw;
+
+pub use own::own_bytes;
 
 const MAGIC: i64 = 0x9123_683e;
 /// Inode of the empty directory that a snapshot shows where its source had a nested subvolume.

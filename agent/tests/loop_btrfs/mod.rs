@@ -1,5 +1,7 @@
 //! A Btrfs filesystem of its own for a test, gone with it.
 
+#![allow(dead_code, reason = "each test program uses its part")]
+
 use std::{fs, path::Path, process::Command};
 
 use branchpool_agent::storage::loopfile::LoopFile;

@@ -20,6 +20,8 @@ const SPECIFIED_BY_ID: u64 = 1 << 4;
 
 /// Three types times nine RAID profiles and the global reserve: more than there can be.
 const SPACE_SLOTS: usize = 32;
+/// A tree's node is not larger than 64 KiB, so that each of its items fits with its header.
+const SEARCH_BYTES: usize = 64 << 10;
 /// Type of a file handle that holds an inode and its tree.
 const HANDLE_WITHOUT_PARENT: c_int = 0x4d;
 
@@ -115,6 +117,36 @@ pub(super) struct DeviceInfo {
 }
 
 #[repr(C)]
+pub(super) struct SearchKey {
+    /// 0: the subvolume of the descriptor.
+    pub(super) tree: u64,
+    pub(super) min_inode: u64,
+    pub(super) max_inode: u64,
+    pub(super) min_offset: u64,
+    pub(super) max_offset: u64,
+    /// Of the tree's nodes, not of the items in them.
+    pub(super) min_transaction: u64,
+    pub(super) max_transaction: u64,
+    pub(super) min_type: u32,
+    pub(super) max_type: u32,
+    /// At most wanted, then found.
+    pub(super) items: u32,
+    pub(super) unused: [u32; 9],
+}
+
+#[repr(C)]
+struct SearchHead {
+    key: SearchKey,
+    bytes: u64,
+}
+
+#[repr(C)]
+pub(super) struct Search {
+    head: SearchHead,
+    buffer: [u8; SEARCH_BYTES],
+}
+
+#[repr(C)]
 struct Handle {
     bytes: u32,
     kind: c_int,
@@ -131,11 +163,15 @@ const _: () = {
     assert!(size_of::<SpaceHeader>() == 16 && size_of::<SpaceSlot>() == 24);
     assert!(size_of::<FilesystemInfo>() == 1024);
     assert!(size_of::<DeviceInfo>() == 4096);
+    assert!(size_of::<SearchKey>() == 104 && size_of::<SearchHead>() == 112);
+    assert!(offset_of!(SearchKey, items) == 64);
+    assert!(offset_of!(Search, buffer) == 112);
     assert!(offset_of!(Handle, data) == 8);
 };
 
 const SYNC: Opcode = opcode::none(MAGIC, 8);
 const SNAP_DESTROY: Opcode = opcode::write::<Named>(MAGIC, 15);
+const TREE_SEARCH_V2: Opcode = opcode::read_write::<SearchHead>(MAGIC, 17);
 const SPACE_INFO: Opcode = opcode::read_write::<SpaceHeader>(MAGIC, 20);
 const WAIT_SYNC: Opcode = opcode::write::<u64>(MAGIC, 22);
 const SNAP_CREATE_V2: Opcode = opcode::write::<NamedV2>(MAGIC, 23);
@@ -161,6 +197,7 @@ impl Zeroed for NamedV2 {}
 impl Zeroed for SubvolumeInfo {}
 impl Zeroed for RootRefs {}
 impl Zeroed for Spaces {}
+impl Zeroed for Search {}
 impl Zeroed for FilesystemInfo {}
 impl Zeroed for DeviceInfo {}
 
@@ -272,6 +309,26 @@ pub(super) fn open_by_id(filesystem: BorrowedFd<'_>, id: u64) -> io::Result<Owne
         } else {
             Ok(OwnedFd::from_raw_fd(fd))
         }
+    }
+}
+
+impl Search {
+    pub(super) fn new() -> Box<Self> {
+        Box::new(Self::zero())
+    }
+
+    /// Items within the key's range, in the order of their keys, and the bytes that hold them,
+    /// each behind its header. None: there are no more.
+    pub(super) fn find(
+        &mut self,
+        filesystem: BorrowedFd<'_>,
+        key: SearchKey,
+    ) -> io::Result<(u32, &[u8])> {
+        self.head.key = key;
+        self.head.bytes = SEARCH_BYTES as u64;
+        // SAFETY: see above; the kernel fills no more of the buffer than `bytes` says.
+        unsafe { ioctl(filesystem, Updater::<TREE_SEARCH_V2, _>::new(self))? };
+        Ok((self.head.key.items, &self.buffer))
     }
 }
 
