@@ -23,8 +23,8 @@ use rustix::{
 };
 use snafu::{ResultExt, Snafu};
 
-pub use agent::Program;
 use agent::{Agent, Next};
+pub use agent::{Program, StartError};
 use requests::Requests;
 
 use crate::protocol::Outcome;
@@ -38,8 +38,8 @@ pub enum Error {
     Process { source: process::Error },
     #[snafu(display("cannot set up the supervisor"))]
     Namespace { source: namespace::Error },
-    #[snafu(display("cannot start the agent {program}"))]
-    StartAgent { program: String, source: io::Error },
+    #[snafu(transparent)]
+    StartAgent { source: StartError },
     #[snafu(display("cannot signal the agent"))]
     SignalAgent { source: process::Error },
     #[snafu(display("the supervisor cannot wait for events"))]
@@ -111,8 +111,13 @@ impl Supervisor {
         }
         self.requests.receive();
         self.requests.send();
-        if self.agent.is_due(Instant::now()) {
-            self.start_agent()?;
+        if self.agent.is_due(Instant::now())
+            && let Err(error) = self.start_agent()
+        {
+            // The servers must not go down with it.
+            let error: &(dyn std::error::Error + 'static) = &error;
+            tracing::error!(error, "the agent cannot be started again yet");
+            self.agent.could_not_start(Instant::now());
         }
         self.agent
             .kill_if_overdue(Instant::now())
@@ -125,9 +130,7 @@ impl Supervisor {
     }
 
     fn start_agent(&mut self) -> Result<(), Error> {
-        let socket = self.agent.start(Instant::now()).context(StartAgentSnafu {
-            program: self.agent.program_name(),
-        })?;
+        let socket = self.agent.start(Instant::now())?;
         self.requests.connect(socket);
         Ok(())
     }

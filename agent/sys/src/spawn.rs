@@ -2,6 +2,7 @@
 
 use std::{
     convert::Infallible,
+    ffi::OsStr,
     fs::{File, OpenOptions},
     io::{self, Read, Write},
     os::{
@@ -58,24 +59,27 @@ pub enum Error {
 }
 
 /// A program and all that fences it in.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Command<'a> {
     /// Absolute.
     pub program: &'a Path,
     /// Without the program's own name.
-    pub args: &'a [String],
+    pub args: Vec<&'a OsStr>,
     /// The whole environment.
-    pub env: &'a [(String, String)],
+    pub env: Vec<(&'a OsStr, &'a OsStr)>,
     pub cwd: &'a Path,
     /// Absent: the caller's own user, groups and capabilities.
     pub user: Option<Ids>,
+    /// No set-user-id program, and nothing else, gives it more rights than it has.
+    pub no_new_privileges: bool,
     pub cgroup: &'a Membership,
     pub ipc_namespace: bool,
     /// The network namespace to join.
     pub network_namespace: Option<BorrowedFd<'a>>,
     pub landlock: Option<sandbox::Rules<'a>>,
-    /// Ignored where it would lower the caller's and the kernel does not allow that.
-    pub oom_score_adj: i32,
+    /// Absent: the caller's own. Ignored where it would lower the caller's and the kernel does not
+    /// allow that.
+    pub oom_score_adj: Option<i32>,
     /// stdin, stdout, stderr; an absent one is `/dev/null`.
     pub stdio: [Option<BorrowedFd<'a>>; 3],
 }
@@ -142,7 +146,9 @@ impl Command<'_> {
             })?;
         }
         self.set_user()?;
-        set_no_new_privs(true).at(|| "forbid new privileges")?;
+        if self.no_new_privileges {
+            set_no_new_privs(true).at(|| "forbid new privileges")?;
+        }
         raw::close_rest_on_exec().at(|| "mark descriptors close-on-exec")?;
         Err(self.exec()).at(|| "execute it")
     }
@@ -162,12 +168,14 @@ impl Command<'_> {
     }
 
     fn set_memory_policy(&self) -> Result<(), Failure> {
-        let wanted = self.oom_score_adj.to_string();
-        match write(Path::new("/proc/self/oom_score_adj"), wanted.as_bytes()) {
-            Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
-            _ => Ok(()),
+        if let Some(wanted) = self.oom_score_adj {
+            let file = Path::new("/proc/self/oom_score_adj");
+            match write(file, wanted.to_string().as_bytes()) {
+                Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
+                _ => Ok(()),
+            }
+            .at(|| format!("set oom_score_adj to {wanted}"))?;
         }
-        .at(|| format!("set oom_score_adj to {wanted}"))?;
         match write(Path::new("/proc/self/coredump_filter"), CORE_DUMP_FILTER) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
@@ -185,9 +193,9 @@ impl Command<'_> {
 
     fn exec(&self) -> io::Error {
         process::Command::new(self.program)
-            .args(self.args)
+            .args(&self.args)
             .env_clear()
-            .envs(self.env.iter().map(|(name, value)| (name, value)))
+            .envs(self.env.iter().copied())
             .exec()
     }
 }
@@ -327,15 +335,16 @@ mod tests {
         let cgroup = Membership::default();
         let command = Command {
             program: Path::new("/bin/true"),
-            args: &[],
-            env: &[],
+            args: Vec::new(),
+            env: Vec::new(),
             cwd: Path::new("/"),
             user: None,
+            no_new_privileges: true,
             cgroup: &cgroup,
             ipc_namespace: false,
             network_namespace: None,
             landlock: None,
-            oom_score_adj: 0,
+            oom_score_adj: None,
             stdio: [None; 3],
         };
         std::thread::scope(|scope| {

@@ -1,24 +1,35 @@
 //! The agent's life: start, back-off, end.
 
 use std::{
+    env,
     ffi::OsString,
     io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::process::CommandExt,
-    },
-    path::PathBuf,
-    process::{Command, Stdio},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use branchpool_sys::process;
+use branchpool_sys::{
+    cgroup::Membership,
+    process,
+    spawn::{self, Starting},
+};
 use rustix::{
     net::{AddressFamily, SocketFlags, SocketType, socketpair},
     process::Signal,
+    stdio::{stderr, stdout},
 };
+use snafu::{ResultExt, Snafu};
 
 use crate::{FD_VARIABLE, protocol::Outcome};
+
+#[derive(Debug, Snafu)]
+pub enum StartError {
+    #[snafu(display("cannot make the connection between supervisor and agent"))]
+    Socket { source: io::Error },
+    #[snafu(display("cannot start the agent"))]
+    Spawn { source: spawn::Error },
+}
 
 /// An agent that ran this long before it crashed is started again at once.
 const GOOD_RUN: Duration = Duration::from_mins(1);
@@ -73,33 +84,55 @@ impl Agent {
         }
     }
 
-    pub(super) fn program_name(&self) -> String {
-        self.program.path.display().to_string()
-    }
-
     /// Gives this side's end of the connection to the new agent.
-    pub(super) fn start(&mut self, now: Instant) -> io::Result<OwnedFd> {
+    pub(super) fn start(&mut self, now: Instant) -> Result<OwnedFd, StartError> {
+        self.start_at = None;
         let (ours, theirs) = socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
             SocketFlags::CLOEXEC,
             None,
-        )?;
-        let child = Command::new(&self.program.path)
-            .args(&self.program.args)
-            .env(FD_VARIABLE, "0")
-            .stdin(Stdio::from(theirs))
-            // A terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
-            .process_group(0)
-            .spawn()?;
-        let pid = child.id();
-        self.running = Some(Running {
-            pid,
-            pidfd: process::open(pid).map_err(io::Error::other)?,
-            since: now,
-        });
-        self.start_at = None;
+        )
+        .map_err(io::Error::from)
+        .context(SocketSnafu)?;
+        let child = self.spawn(theirs.as_fd()).context(SpawnSnafu)?;
+        let pid = child.pid;
+        let pidfd = child.finish().context(SpawnSnafu)?;
+        let since = now;
+        self.running = Some(Running { pid, pidfd, since });
         Ok(ours)
+    }
+
+    /// In a session of its own, so that a terminal's Ctrl-C reaches the supervisor alone, which
+    /// passes it on once.
+    fn spawn(&self, socket: BorrowedFd<'_>) -> Result<Starting, spawn::Error> {
+        let inherited: Vec<_> = env::vars_os().collect();
+        let mut env: Vec<_> = inherited
+            .iter()
+            .map(|(name, value)| (name.as_os_str(), value.as_os_str()))
+            .collect();
+        env.push((FD_VARIABLE.as_ref(), "0".as_ref()));
+        let command = spawn::Command {
+            program: &self.program.path,
+            args: self.program.args.iter().map(OsString::as_os_str).collect(),
+            env,
+            cwd: Path::new("."),
+            user: None,
+            no_new_privileges: false,
+            cgroup: &Membership::default(),
+            ipc_namespace: false,
+            network_namespace: None,
+            landlock: None,
+            oom_score_adj: None,
+            stdio: [Some(socket), Some(stdout()), Some(stderr())],
+        };
+        command.start()
+    }
+
+    /// A new start did not even get to the program: as a crash.
+    pub(super) fn could_not_start(&mut self, now: Instant) {
+        self.start_at = Some(now + back_off(self.crashes));
+        self.crashes = self.crashes.saturating_add(1);
     }
 
     pub(super) fn is(&self, pid: u32) -> bool {

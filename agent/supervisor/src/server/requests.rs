@@ -3,6 +3,7 @@
 use std::{
     collections::{HashSet, VecDeque},
     error::Error,
+    ffi::OsStr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
@@ -155,10 +156,15 @@ impl Requests {
         let network = self.network.as_ref().filter(|_| spawn.network_namespace);
         let command = spawn::Command {
             program: &spawn.program,
-            args: &spawn.args,
-            env: &spawn.env,
+            args: spawn.args.iter().map(OsStr::new).collect(),
+            env: spawn
+                .env
+                .iter()
+                .map(|(name, value)| (name.as_ref(), value.as_ref()))
+                .collect(),
             cwd: &spawn.cwd,
             user: spawn.user,
+            no_new_privileges: true,
             cgroup: &spawn.cgroup,
             ipc_namespace: spawn.ipc_namespace,
             network_namespace: network.map(AsFd::as_fd),
@@ -168,7 +174,7 @@ impl Requests {
                 read_write: &rules.read_write,
                 network: rules.network,
             }),
-            oom_score_adj: spawn.oom_score_adj,
+            oom_score_adj: Some(spawn.oom_score_adj),
             stdio,
         };
         command.start().map_err(|error| chain(&error))

@@ -2,6 +2,9 @@
 //! runs itself as supervisor, which runs it as the agent that the test describes.
 #![allow(clippy::unwrap_used)]
 
+mod cost;
+mod groups;
+mod isolation;
 mod lifecycle;
 mod support;
 
@@ -35,5 +38,13 @@ fn supervise(args: &[String]) -> ExitCode {
 }
 
 fn trials() -> Vec<Trial> {
-    lifecycle::trials()
+    [
+        lifecycle::trials(),
+        groups::trials(),
+        isolation::trials(),
+        cost::trials(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }

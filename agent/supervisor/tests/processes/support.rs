@@ -2,35 +2,41 @@
 
 use std::{
     env,
+    fs::File,
     future::Future,
+    os::fd::AsFd,
     path::{Path, PathBuf},
     pin::Pin,
-    process::{Child, Command, ExitCode, ExitStatus},
-    time::Duration,
+    process::{Child, Command, ExitCode},
+    thread,
+    time::{Duration, Instant},
 };
 
-use branchpool_supervisor::{client::Supervisor, protocol::Spawn};
+use branchpool_supervisor::{
+    client::Supervisor,
+    protocol::{Outcome, Spawn},
+};
 use branchpool_sys::cgroup::{Base, Layout, Membership};
 use libtest_mimic::Trial;
 use tempfile::TempDir;
 
 /// Only there so that a broken test ends.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-type Agent = Pin<Box<dyn Future<Output = ExitCode>>>;
+pub(crate) type Agent = Pin<Box<dyn Future<Output = ExitCode>>>;
 
 /// What an agent has at hand.
-pub struct Scene {
-    pub supervisor: Supervisor,
+pub(crate) struct Scene {
+    pub(crate) supervisor: Supervisor,
     /// Its own, removed by the test.
-    pub directory: PathBuf,
-    pub groups: Base,
+    pub(crate) directory: PathBuf,
+    pub(crate) groups: Base,
 }
 
 /// A test whose whole body is an agent's life.
-pub fn trial(name: &'static str) -> Trial {
+pub(crate) fn trial(name: &'static str) -> Trial {
     Trial::test(name, move || {
-        let stage = Stage::new(name);
+        let stage = Stage::new(name.to_owned());
         let status = stage.start().wait().unwrap();
         if status.success() {
             Ok(())
@@ -41,13 +47,13 @@ pub fn trial(name: &'static str) -> Trial {
 }
 
 /// A directory and cgroups for one test, cleaned up at its end.
-pub struct Stage {
-    name: &'static str,
-    pub directory: TempDir,
+pub(crate) struct Stage {
+    name: String,
+    pub(crate) directory: TempDir,
 }
 
 impl Stage {
-    pub fn new(name: &'static str) -> Self {
+    pub(crate) fn new(name: String) -> Self {
         let directory = tempfile::tempdir().unwrap();
         // Other users have to get through.
         std::fs::set_permissions(
@@ -59,9 +65,9 @@ impl Stage {
     }
 
     /// Starts a supervisor whose agent is the one of that name.
-    pub fn start(&self) -> Child {
+    pub(crate) fn start(&self) -> Child {
         Command::new(env::current_exe().unwrap())
-            .args(["supervise", self.name])
+            .args(["supervise", &self.name])
             .arg(self.directory.path())
             .spawn()
             .unwrap()
@@ -95,7 +101,7 @@ fn base(directory: &Path) -> Result<Base, branchpool_sys::cgroup::Error> {
     )
 }
 
-pub fn be_agent(name: &str, directory: PathBuf) -> ExitCode {
+pub(crate) fn be_agent(name: &str, directory: PathBuf) -> ExitCode {
     // A panic is no crash to be repaired by another try.
     std::panic::catch_unwind(|| {
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -115,11 +121,17 @@ pub fn be_agent(name: &str, directory: PathBuf) -> ExitCode {
 }
 
 fn agent(name: &str, scene: Scene) -> Agent {
-    crate::lifecycle::agent(name, scene).unwrap_or_else(|| panic!("no agent {name}"))
+    match name.split_once('/').unwrap() {
+        ("lifecycle", name) => crate::lifecycle::agent(name, scene),
+        ("groups", name) => crate::groups::agent(name, scene),
+        ("isolation", name) => crate::isolation::agent(name, scene),
+        ("cost", name) => crate::cost::agent(name, scene),
+        _ => panic!("no agent {name}"),
+    }
 }
 
 /// A program with nothing that fences it in.
-pub fn plain(program: &str, args: &[&str]) -> Spawn {
+pub(crate) fn plain(program: &str, args: &[&str]) -> Spawn {
     Spawn {
         program: program.into(),
         args: args.iter().map(|&arg| arg.to_owned()).collect(),
@@ -135,6 +147,31 @@ pub fn plain(program: &str, args: &[&str]) -> Spawn {
     }
 }
 
-pub fn code(status: ExitStatus) -> Option<i32> {
-    status.code()
+/// The body of an agent that ends when its test is through.
+pub(crate) fn body(test: impl Future<Output = ()> + 'static) -> Agent {
+    Box::pin(async {
+        test.await;
+        ExitCode::SUCCESS
+    })
+}
+
+/// Waits for what no event tells of.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Runs a shell script with standard output in a file: how it ended and what it wrote.
+pub(crate) async fn output_of(scene: &Scene, mut spawn: Spawn, script: &str) -> (Outcome, String) {
+    let path = scene.directory.join("output");
+    let file = File::create(&path).unwrap();
+    spawn.program = "/bin/bash".into();
+    spawn.args = vec!["-c".to_owned(), script.to_owned()];
+    let stdio = [None, Some(file.as_fd()), Some(file.as_fd())];
+    let mut child = scene.supervisor.spawn(spawn, stdio).await.unwrap();
+    let outcome = child.wait().await.unwrap();
+    (outcome, std::fs::read_to_string(path).unwrap())
 }

@@ -10,8 +10,8 @@ use std::{
 use snafu::ResultExt;
 
 use super::{
-    Base, Controller, Error, KillSnafu, Limits, Membership, ReadSnafu, RemoveSnafu, TimedOutSnafu,
-    WriteSnafu,
+    Base, Controller, CreateSnafu, Error, KillSnafu, Limits, Membership, ReadSnafu, RemoveSnafu,
+    TimedOutSnafu, WriteSnafu,
     events::{EMPTY, FROZEN, THAWED, has, wait_for},
     hierarchy::{is_gone, pids},
 };
@@ -23,6 +23,8 @@ const CPU_PERIOD: u64 = 100_000;
 const CPU_QUOTA_MIN: u64 = 1_000;
 /// The v1 freezer gives no notice, so its state has to be looked at.
 const V1_FREEZER_INTERVAL: Duration = Duration::from_millis(2);
+/// v2: what belongs to a group's use and not to its processes.
+const SETTINGS: [&str; 4] = ["cpu.max", "cpu.weight", "memory.max", "pids.max"];
 const KILL_HINT: &str = "run as root";
 const HINT: &str = "run as root with a writable cgroup mount";
 
@@ -149,26 +151,39 @@ impl Group {
             .map(|unified| unified.join("cgroup.events"))
     }
 
-    /// SIGKILL to every process, frozen ones and ones just being forked included, without waiting
-    /// for their end. Without `cgroup.kill` (Linux 5.14) it waits for that as well.
-    pub fn start_kill(&self, timeout: Duration) -> Result<(), Error> {
-        if let Some(unified) = &self.unified {
-            match write(&unified.join("cgroup.kill"), "1") {
-                Err(Error::Write { source, .. }) if is_gone(&source) => {
-                    if !unified.exists() {
-                        return Ok(());
-                    }
-                }
-                other => return other,
-            }
+    /// SIGKILL to every process, frozen ones and ones just being forked included, then waits until
+    /// none is left. Gives [`Self::events_file`] a new inode if there was anything to kill.
+    pub fn kill(&self, timeout: Duration) -> Result<(), Error> {
+        if self.is_empty()? {
+            return Ok(());
         }
-        self.kill_each(timeout)
+        let Some(unified) = &self.unified else {
+            return self.kill_each(timeout);
+        };
+        match write(&unified.join("cgroup.kill"), "1") {
+            // Linux before 5.14.
+            Err(Error::Write { source, .. }) if is_gone(&source) => self.kill_each(timeout)?,
+            other => other?,
+        }
+        self.wait_empty(timeout)?;
+        self.renew()
     }
 
-    /// SIGKILL to every process, then waits until none is left.
-    pub fn kill(&self, timeout: Duration) -> Result<(), Error> {
-        self.start_kill(timeout)?;
-        self.wait_empty(timeout)
+    /// Makes the empty v2 group anew, with the same limits. Linux 6.18 was seen to kill, at birth,
+    /// every process that is cloned into a group that cgroup.kill was ever used on.
+    fn renew(&self) -> Result<(), Error> {
+        let Some(unified) = &self.unified else {
+            return Ok(());
+        };
+        let settings: Vec<_> = SETTINGS
+            .iter()
+            .map(|file| unified.join(file))
+            .filter_map(|path| fs::read_to_string(&path).ok().map(|value| (path, value)))
+            .collect();
+        make_anew(unified)?;
+        settings
+            .iter()
+            .try_for_each(|(path, value)| write(path, value.trim()))
     }
 
     /// Waits until no process is left, by notice of the kernel.
@@ -344,6 +359,18 @@ pub(super) fn write(path: &Path, value: &str) -> Result<(), Error> {
         HINT
     };
     fs::write(path, value).context(WriteSnafu { path, value, hint })
+}
+
+/// Makes a group without a past; one with processes stays as it is.
+pub(super) fn make_anew(directory: &Path) -> Result<(), Error> {
+    match fs::remove_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Ok(()),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(error).context(RemoveSnafu { path: directory });
+        }
+        _ => {}
+    }
+    fs::create_dir(directory).context(CreateSnafu { path: directory })
 }
 
 pub(super) fn remove(directory: &Path) -> Result<(), Error> {

@@ -177,12 +177,16 @@ impl Base {
         &self.missing
     }
 
-    /// The group of that name, made if it is not there.
+    /// The group of that name, made if it is not there. One without processes is made anew on v2,
+    /// as an earlier agent may have died between killing and [renewing](Group::kill) it.
     pub fn group(&self, name: &str) -> Result<Group, Error> {
         check_name(name)?;
         let group = Group::new(self, name);
-        for directory in group.directories() {
-            make(directory.to_owned())?;
+        for directory in group.membership().v1 {
+            make(directory)?;
+        }
+        if let Some(unified) = &group.membership().unified {
+            super::group::make_anew(unified)?;
         }
         Ok(group)
     }
