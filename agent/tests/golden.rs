@@ -336,9 +336,9 @@ SELECT current_setting('data_directory') AS dir \\gset
 
 async fn subvolume_source_makes_an_image(context: Arc<Context>) {
     let node = Node::new(&context, "subvolume");
-    let source = node.source("prod").filled(
-        "SET ROLE app;;CREATE TABLE t AS SELECT generate_series(1, 1000) AS i;;ALTER DATABASE app OWNER TO app",
-    );
+    let source = node
+        .source("prod")
+        .filled("SET ROLE app; CREATE TABLE t AS SELECT generate_series(1, 1000) AS i");
     // As after a copy by root.
     command("chown", &["-R", "0:0", source.path.to_str().unwrap()]);
     let facts = build(&node, &subvolume("prod")).await.unwrap();
@@ -460,7 +460,12 @@ async fn bad_sources_are_refused_each_with_its_own_error(context: Arc<Context>) 
     refuse!("tablespace", CheckError::Tablespace { .. });
 
     let wal = variant("wal");
-    fs::rename(wal.join("pg_wal"), node.root().join("wal-elsewhere")).unwrap();
+    let elsewhere = node.root().join("wal-elsewhere");
+    let inside = wal.join("pg_wal");
+    command(
+        "mv",
+        &[inside.to_str().unwrap(), elsewhere.to_str().unwrap()],
+    );
     symlink(node.root().join("wal-elsewhere"), wal.join("pg_wal")).unwrap();
     refuse!("wal", CheckError::WalElsewhere { .. });
 

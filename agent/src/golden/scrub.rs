@@ -152,13 +152,15 @@ async fn prepared_transactions(session: &mut Session, database: &str) -> Result<
         .query("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
         .await
         .doing(action())?;
+    // The statement takes only a plain literal, and is alone in its message.
+    session
+        .execute("SET standard_conforming_strings = on")
+        .await
+        .doing(action())?;
     for gid in transactions.into_iter().flatten().flatten() {
-        // This statement takes only a plain literal.
         let gid = gid.replace('\'', "''");
         session
-            .execute(&format!(
-                "SET standard_conforming_strings = on; ROLLBACK PREPARED '{gid}'"
-            ))
+            .execute(&format!("ROLLBACK PREPARED '{gid}'"))
             .await
             .doing(action())?;
     }

@@ -250,7 +250,7 @@ impl<'a> Workshop<'a> {
 impl Drop for Workshop<'_> {
     /// For a build whose future is dropped; an orderly end has killed everything before.
     fn drop(&mut self) {
-        if let Err(error) = self.env.group.start_kill(DROP_TIMEOUT) {
+        if let Err(error) = self.env.group.kill(DROP_TIMEOUT) {
             let error = crate::postgres::chain(&error);
             tracing::warn!(error, "processes of an abandoned build could not be killed");
         }

@@ -35,7 +35,7 @@ const LOG_EXCERPT: u64 = 2048;
 const LOG_LINES: usize = 12;
 /// How long the rest of a cgroup may take to die after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same where nobody can wait asynchronously, and only on kernels without `cgroup.kill`.
+/// The same in a destructor, which cannot wait asynchronously; usually it takes milliseconds.
 pub(crate) const DROP_TIMEOUT: Duration = Duration::from_millis(500);
 /// A server is among the first to go when memory is short, but after its own clients' queries.
 const OOM_SCORE_ADJ: i32 = 100;
@@ -315,7 +315,7 @@ struct KillOnDrop<'a> {
 impl Drop for KillOnDrop<'_> {
     fn drop(&mut self) {
         if self.armed
-            && let Err(error) = self.group.start_kill(DROP_TIMEOUT)
+            && let Err(error) = self.group.kill(DROP_TIMEOUT)
         {
             tracing::warn!(%error, "processes of an abandoned start could not be killed");
         }

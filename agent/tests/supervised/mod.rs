@@ -356,6 +356,12 @@ impl Branch<'_> {
             on_disk,
             inside: self.user,
         });
+        if mount.is_none() {
+            // Without a mount of its own the server passes through where the branches lie.
+            for parent in self.data_dir.ancestors().skip(1).take(2) {
+                set_mode(parent, 0o711);
+            }
+        }
         if let Some(mount) = &mount {
             fs::create_dir_all(&mount.target).unwrap();
         }
