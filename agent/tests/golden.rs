@@ -1,4 +1,5 @@
 //! Golden images on a real Btrfs filesystem with real servers. Needs root.
+#![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
 mod loop_btrfs;
 mod supervised;
@@ -389,18 +390,18 @@ async fn secrets_and_outward_connections_are_scrubbed(context: Arc<Context>) {
     let facts = build(&node, &subvolume("prod")).await.unwrap();
 
     let count = async |query: &str| ask(&node, &facts, "postgres", "app", query).await;
-    let none = ["0".to_owned()];
+    let zero = ["0".to_owned()];
     assert_eq!(
         count("SELECT count(*) FROM pg_authid WHERE rolpassword IS NOT NULL").await,
-        none
+        zero
     );
     assert_eq!(
         count("SELECT count(*) FROM pg_replication_slots").await,
-        none
+        zero
     );
-    assert_eq!(count("SELECT count(*) FROM pg_subscription").await, none);
-    assert_eq!(count("SELECT count(*) FROM pg_prepared_xacts").await, none);
-    assert_eq!(count("SELECT count(*) FROM t").await, none);
+    assert_eq!(count("SELECT count(*) FROM pg_subscription").await, zero);
+    assert_eq!(count("SELECT count(*) FROM pg_prepared_xacts").await, zero);
+    assert_eq!(count("SELECT count(*) FROM t").await, zero);
     let options = "SELECT DISTINCT array_to_string(umoptions, ',') FROM pg_user_mapping";
     assert_eq!(count(options).await, ["user=u"]);
     assert_eq!(count("SELECT count(*) FROM pg_user_mapping").await, ["2"]);

@@ -1,4 +1,5 @@
 //! Servers and sessions. Needs root.
+#![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
 mod loop_btrfs;
 mod supervised;

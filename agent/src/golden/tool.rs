@@ -64,8 +64,8 @@ pub(super) async fn run(workshop: &Workshop<'_>, tool: Tool<'_>) -> Result<Outpu
     let program = tool.program.display().to_string();
     let (stdout, stdout_end) = pipe_pair()?;
     let (stderr, stderr_end) = pipe_pair()?;
-    let stdin = tool.stdin.as_ref().map(AsFd::as_fd);
-    let stdio = [stdin, Some(stdout_end.as_fd()), Some(stderr_end.as_fd())];
+    let script = tool.stdin.as_ref().map(AsFd::as_fd);
+    let stdio = [script, Some(stdout_end.as_fd()), Some(stderr_end.as_fd())];
     let mut child = workshop
         .env
         .supervisor

@@ -28,9 +28,9 @@ use crate::postgres::{
 };
 
 /// A start may replay nothing, but the disk may be slow.
-const START_TIMEOUT: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_mins(1);
 /// A shutdown writes all dirty buffers.
-const STOP_TIMEOUT: Duration = Duration::from_secs(300);
+const STOP_TIMEOUT: Duration = Duration::from_mins(5);
 /// Longest name of a role or database, in bytes.
 const MAX_NAME: usize = 63;
 
@@ -351,12 +351,12 @@ fn write_readable(path: &Path, text: &str) -> io::Result<()> {
 fn psql_error(output: &Output) -> String {
     const PREFIX: &str = "psql:<stdin>:";
     let lines: Vec<&str> = output.stderr.lines().collect();
-    let is_error = |line: &&str| {
+    let is_error = |line: &str| {
         ["ERROR:", "FATAL:", "error:", "PANIC:"]
             .iter()
             .any(|word| line.contains(word))
     };
-    let Some(at) = lines.iter().rposition(|line| is_error(&line)) else {
+    let Some(at) = lines.iter().rposition(|line| is_error(line)) else {
         let last = lines.last().copied().unwrap_or("no message");
         return format!("psql ended with {:?}: {last}", output.outcome);
     };

@@ -2,3 +2,4 @@
 
 pub mod filesystem;
 pub(crate) mod mountinfo;
+pub mod postgres;
