@@ -125,7 +125,7 @@ impl Node {
                 disk_user: disk_user(),
                 group: group("build"),
                 isolation: Isolation::FULL,
-                time_limit: Duration::from_secs(120),
+                time_limit: Duration::from_mins(2),
             },
             run,
             slots: group("slot"),
