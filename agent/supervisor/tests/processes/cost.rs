@@ -34,7 +34,7 @@ async fn spawn(scene: Scene) {
         ("without v2 cgroup", |spawn| spawn.cgroup.unified = None),
         ("without IPC namespace", |spawn| spawn.ipc_namespace = false),
         ("without network namespace", |spawn| {
-            spawn.network_namespace = false
+            spawn.network_namespace = false;
         }),
         ("without Landlock", |spawn| spawn.landlock = None),
         ("without user", |spawn| spawn.user = None),

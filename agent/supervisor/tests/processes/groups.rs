@@ -6,10 +6,10 @@ use std::{
 };
 
 use branchpool_supervisor::protocol::Outcome;
-use branchpool_sys::cgroup::{Base, Controller, Group, Layout, Limits};
+use branchpool_sys::cgroup::{Controller, Group, Layout, Limits};
 use libtest_mimic::Trial;
 
-use crate::support::{Agent, PATIENCE, Scene, body, eventually, output_of, plain, trial};
+use crate::support::{Agent, PATIENCE, Scene, base, body, eventually, output_of, plain, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -29,7 +29,7 @@ pub(crate) fn agent(name: &str, scene: Scene) -> Agent {
         "frozen_means_that_nothing_moves" => body(freeze(scene)),
         "frozen_means_that_nothing_moves_on_v1_alone" => body(freeze(on_v1_alone(scene))),
         "limits_hold" => body(limits(scene)),
-        "a_group_is_found_again" => body(found_again(scene)),
+        "a_group_is_found_again" => body(async move { found_again(&scene) }),
         _ => panic!("no agent {name}"),
     }
 }
@@ -41,9 +41,7 @@ fn on_v1_alone(mut scene: Scene) -> Scene {
         ..Layout::detect().unwrap()
     };
     if layout.v1.contains_key("freezer") {
-        let name = scene.directory.file_name().unwrap().to_str().unwrap();
-        let name = format!("test-{}", name.trim_start_matches('.'));
-        scene.groups = Base::open(&layout, &name).unwrap();
+        scene.groups = base(&layout, &scene.directory).unwrap();
         assert_eq!(scene.groups.group("events").unwrap().events_file(), None);
     }
     scene
@@ -126,8 +124,9 @@ async fn limits(scene: Scene) {
     group.set_limits(limits).unwrap();
     group.set_cpu_weight(50).unwrap();
     if has(Controller::Pids) {
-        let (outcome, text) =
-            output_of(&scene, limited(), "for i in {1..20}; do sleep 1000 & done").await;
+        // Unlike bash, dash does not try again for seconds.
+        let script = "exec dash -c 'for i in 1 2 3 4 5 6 7 8 9; do sleep 1000 & done'";
+        let (outcome, text) = output_of(&scene, limited(), script).await;
         assert!(text.contains("fork"), "{outcome:?}: {text}");
         group.kill(PATIENCE).unwrap();
     }
@@ -171,7 +170,7 @@ fn assert_v1(group: &Group, controller: &str, file: &str, expected: &str) {
     );
 }
 
-async fn found_again(scene: Scene) {
+fn found_again(scene: &Scene) {
     let made = scene.groups.group("slot-7").unwrap();
     let again = scene.groups.group("slot-7").unwrap();
     assert_eq!(made.membership(), again.membership());

@@ -34,7 +34,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 pub(crate) fn agent(name: &str, scene: Scene) -> Agent {
     match name {
-        "all_means_are_found_on_btrfs" => body(probe(scene)),
+        "all_means_are_found_on_btrfs" => body(async move { probe(&scene) }),
         "a_server_runs_as_the_user_of_its_slot" => body(server(scene)),
         "a_mount_is_replaced_and_undone" => body(mounts(scene)),
         "a_sandbox_keeps_its_inmates" => body(sandbox(scene)),
@@ -153,8 +153,8 @@ pub(crate) fn fenced(
     }
 }
 
-async fn probe(scene: Scene) {
-    let disk = Disk::new(&scene);
+fn probe(scene: &Scene) {
+    let disk = Disk::new(scene);
     assert_eq!(missing_isolation(&disk.root), []);
 }
 

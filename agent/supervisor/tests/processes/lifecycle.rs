@@ -1,9 +1,10 @@
 //! Starts and ends: of programs, of the agent, of the supervisor.
 
 use std::{
+    env,
     fs::{self, File},
     os::fd::AsFd,
-    process::ExitCode,
+    process::{Command, ExitCode},
     time::Duration,
 };
 
@@ -12,7 +13,7 @@ use branchpool_supervisor::{
     protocol::{IdMount, Landlock, Outcome, Spawn, User},
 };
 use branchpool_sys::process;
-use libtest_mimic::{Failed, Trial};
+use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -28,20 +29,29 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("lifecycle/a_start_nobody_waits_for_is_undone"),
         trial("lifecycle/orphans_are_reaped"),
         trial("lifecycle/programs_outlive_a_crash_of_the_agent"),
-        Trial::test("lifecycle/a_termination_signal_is_passed_on", || {
-            ends("patient", &[Signal::TERM], 42)
+        alone("lifecycle/a_termination_signal_is_passed_on", || {
+            ends("patient", &[Signal::TERM], 42);
         }),
-        Trial::test("lifecycle/a_third_signal_ends_a_stubborn_agent", || {
-            ends("stubborn", &[Signal::TERM, Signal::INT, Signal::HUP], 137)
+        alone("lifecycle/a_third_signal_ends_a_stubborn_agent", || {
+            ends("stubborn", &[Signal::TERM, Signal::INT, Signal::HUP], 137);
         }),
-        Trial::test("lifecycle/an_agent_may_end_the_supervisor", || {
-            ends("finished", &[], 65)
+        alone("lifecycle/an_agent_may_end_the_supervisor", || {
+            ends("finished", &[], 65);
         }),
-        Trial::test(
+        alone("lifecycle/the_supervisor_can_be_pid_1", is_pid_1),
+        alone(
             "lifecycle/the_agent_learns_that_the_supervisor_is_gone",
             supervisor_dies,
         ),
     ]
+}
+
+/// A test that looks at the supervisor from outside.
+fn alone(name: &str, test: fn()) -> Trial {
+    Trial::test(name, move || {
+        test();
+        Ok(())
+    })
 }
 
 pub(crate) fn agent(name: &str, scene: Scene) -> Agent {
@@ -201,12 +211,10 @@ async fn dropped(scene: Scene) {
     // Polled once, which sends the request, and given up.
     assert!(tokio::time::timeout(Duration::ZERO, start).await.is_err());
     // Requests are carried out in order, so the one before has been started when this one has.
-    scene
-        .supervisor
-        .spawn(plain("/bin/true", &[]), [None; 3])
-        .await
-        .unwrap();
-    group.wait_empty(PATIENCE).unwrap();
+    let after = scene.supervisor.spawn(plain("/bin/true", &[]), [None; 3]);
+    after.await.unwrap();
+    let emptied = tokio::task::spawn_blocking(move || group.wait_empty(PATIENCE));
+    emptied.await.unwrap().unwrap();
 }
 
 async fn orphans(scene: Scene) {
@@ -249,7 +257,7 @@ async fn crash(scene: Scene) {
 }
 
 /// Sends signals to a supervisor whose agent is ready, and expects an exit code.
-fn ends(agent: &'static str, signals: &[Signal], code: i32) -> Result<(), Failed> {
+fn ends(agent: &str, signals: &[Signal], code: i32) {
     let stage = Stage::new(format!("lifecycle/{agent}"));
     let mut supervisor = stage.start();
     if !signals.is_empty() {
@@ -258,11 +266,30 @@ fn ends(agent: &'static str, signals: &[Signal], code: i32) -> Result<(), Failed
     }
     let pid = Pid::from_child(&supervisor);
     for signal in signals {
-        kill_process(pid, *signal)?;
+        kill_process(pid, *signal).unwrap();
     }
-    let status = supervisor.wait()?;
+    let status = supervisor.wait().unwrap();
     assert_eq!(status.code(), Some(code), "{status}");
-    Ok(())
+}
+
+/// As in a container, where it is the init process.
+fn is_pid_1() {
+    let stage = Stage::new("lifecycle/patient".to_owned());
+    let mut container = Command::new("unshare")
+        .args(["--pid", "--fork", "--mount-proc", "--kill-child"])
+        .arg(env::current_exe().unwrap())
+        .args(["supervise", "lifecycle/patient"])
+        .arg(stage.directory.path())
+        .spawn()
+        .unwrap();
+    let ready = stage.directory.path().join("ready");
+    eventually("the agent is ready", || ready.exists());
+    let children = format!("/proc/{0}/task/{0}/children", container.id());
+    let supervisor = fs::read_to_string(children).unwrap();
+    let supervisor = Pid::from_raw(supervisor.trim().parse().unwrap()).unwrap();
+    kill_process(supervisor, Signal::TERM).unwrap();
+    let status = container.wait().unwrap();
+    assert_eq!(status.code(), Some(42), "{status}");
 }
 
 async fn patient(scene: Scene) -> ExitCode {
@@ -283,13 +310,12 @@ async fn stubborn(scene: Scene) -> ExitCode {
     std::future::pending().await
 }
 
-fn supervisor_dies() -> Result<(), Failed> {
+fn supervisor_dies() {
     let stage = Stage::new("lifecycle/bereaved".to_owned());
-    let status = stage.start().wait()?;
+    let status = stage.start().wait().unwrap();
     assert!(status.code().is_none(), "{status}");
     let noticed = stage.directory.path().join("noticed");
     eventually("the agent has noticed", || noticed.exists());
-    Ok(())
 }
 
 async fn bereaved(scene: Scene) -> ExitCode {

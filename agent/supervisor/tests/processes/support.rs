@@ -16,12 +16,12 @@ use branchpool_supervisor::{
     client::Supervisor,
     protocol::{Outcome, Spawn},
 };
-use branchpool_sys::cgroup::{Base, Layout, Membership};
+use branchpool_sys::cgroup::{Base, Error, Layout, Membership};
 use libtest_mimic::Trial;
 use tempfile::TempDir;
 
 /// Only there so that a broken test ends.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 pub(crate) type Agent = Pin<Box<dyn Future<Output = ExitCode>>>;
 
@@ -76,29 +76,28 @@ impl Stage {
 
 impl Drop for Stage {
     fn drop(&mut self) {
-        let Ok(base) = base(self.directory.path()) else {
-            return;
-        };
-        for name in base.names().unwrap_or_default() {
-            let Ok(group) = base.group(&name) else {
-                continue;
-            };
-            let _ = group.kill(PATIENCE);
-            if let Err(error) = group.remove() {
-                eprintln!("{error}");
-            }
+        let mut layout = Layout::detect().unwrap();
+        clean_up(base(&layout, self.directory.path()).unwrap());
+        // What a test on v1 alone has made besides.
+        if layout.v1.contains_key("freezer") && layout.unified.take().is_some() {
+            clean_up(base(&layout, self.directory.path()).unwrap());
         }
-        let _ = base.remove();
     }
 }
 
+fn clean_up(base: Base) {
+    for name in base.names().unwrap() {
+        let group = base.group(&name).unwrap();
+        group.kill(PATIENCE).unwrap();
+        group.remove().unwrap();
+    }
+    base.remove().unwrap();
+}
+
 /// The directory's name is random, so it serves for cgroups as well.
-fn base(directory: &Path) -> Result<Base, branchpool_sys::cgroup::Error> {
+pub(crate) fn base(layout: &Layout, directory: &Path) -> Result<Base, Error> {
     let name = directory.file_name().unwrap().to_str().unwrap();
-    Base::open(
-        &Layout::detect()?,
-        &format!("test-{}", name.trim_start_matches('.')),
-    )
+    Base::open(layout, &format!("test-{}", name.trim_start_matches('.')))
 }
 
 pub(crate) fn be_agent(name: &str, directory: PathBuf) -> ExitCode {
@@ -111,7 +110,7 @@ pub(crate) fn be_agent(name: &str, directory: PathBuf) -> ExitCode {
         runtime.block_on(async {
             let scene = Scene {
                 supervisor: Supervisor::from_env().unwrap(),
-                groups: base(&directory).unwrap(),
+                groups: base(&Layout::detect().unwrap(), &directory).unwrap(),
                 directory,
             };
             agent(name, scene).await
