@@ -8,9 +8,8 @@ mod supervised;
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::fs::{MetadataExt, symlink},
+    os::unix::fs::MetadataExt,
     path::PathBuf,
-    process::Command,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -30,7 +29,7 @@ use sources::{
     preload_libraries_of_the_source_must_exist, secrets_and_outward_connections_are_scrubbed,
     subvolume_source_makes_an_image,
 };
-use supervised::{Context, Node, column, command};
+use supervised::{Context, Node, column};
 
 tests![
     sql_source_makes_an_image_that_branches_start_from,
