@@ -144,8 +144,10 @@ pub async fn build(
         }
         .fail()
     });
-    workshop.close(built.is_ok()).await?;
-    built
+    let closed = workshop.close().await;
+    // Why the build failed counts more than what went wrong while tidying up.
+    let facts = built?;
+    closed.map(|()| facts)
 }
 
 async fn steps(workshop: &Workshop<'_>, report: &Report<'_>) -> Result<Facts> {

@@ -81,7 +81,7 @@ impl<'a> Workshop<'a> {
     }
 
     /// Ends what still runs, and removes what was not sealed.
-    pub(super) async fn close(self, succeeded: bool) -> Result<()> {
+    pub(super) async fn close(self) -> Result<()> {
         server::kill_group(&self.env.group)
             .await
             .context(KillSnafu)?;
@@ -89,11 +89,7 @@ impl<'a> Workshop<'a> {
         blocking("removing the unfinished image", &self.data_dir, move || {
             discard::discard(&data_dir)?;
             // What matters of a failed build's log is in its error.
-            if succeeded {
-                super::files::remove(&log)
-            } else {
-                Ok(())
-            }
+            super::files::remove(&log)
         })
         .await
     }
