@@ -63,7 +63,9 @@ pub enum Error {
     #[snafu(display("the setting shared_preload_libraries names {library:?}, which is not in {}; install its package on this node, or set shared_preload_libraries in the pool's parameters", libdir.display()))]
     LibraryMissing { library: String, libdir: PathBuf },
 
-    #[snafu(display("{object} was made with collation version {recorded}, but this node's libraries have {actual}, so its indexes may be wrong; on the source run REINDEX and ALTER {kind} {object} REFRESH COLLATION VERSION, with the libraries of this node"))]
+    #[snafu(display(
+        "{object} was made with collation version {recorded}, but this node's libraries have {actual}, so its indexes may be wrong; on the source run REINDEX and ALTER {kind} {object} REFRESH COLLATION VERSION, with the libraries of this node"
+    ))]
     Collation {
         kind: &'static str,
         object: String,
@@ -94,7 +96,8 @@ pub(super) fn source(path: &Path, installation: &Installation) -> Result<()> {
     let is_subvolume = btrfs::is_subvolume(&directory).context(ExamineSnafu { path })?;
     ensure!(is_subvolume, NotSubvolumeSnafu { path });
     for file in REQUIRED {
-        let is_file = fs::symlink_metadata(path.join(file)).is_ok_and(|metadata| metadata.is_file());
+        let is_file =
+            fs::symlink_metadata(path.join(file)).is_ok_and(|metadata| metadata.is_file());
         ensure!(is_file, NotDataDirectorySnafu { path, file });
     }
     major(path, installation.major)?;
@@ -102,14 +105,27 @@ pub(super) fn source(path: &Path, installation: &Installation) -> Result<()> {
         return InUseSnafu { path, pid }.fail();
     }
     let nested = btrfs::children(&directory).context(ExamineSnafu { path })?;
-    ensure!(nested.is_empty(), NestedSubvolumesSnafu { path, count: nested.len() });
+    ensure!(
+        nested.is_empty(),
+        NestedSubvolumesSnafu {
+            path,
+            count: nested.len()
+        }
+    );
     Ok(())
 }
 
 fn major(path: &Path, wanted: u32) -> Result<()> {
     let found = files::read_small(&path.join("PG_VERSION")).context(ExamineSnafu { path })?;
     let found = found.unwrap_or_default().trim().to_owned();
-    ensure!(found == wanted.to_string(), WrongMajorSnafu { path, found, wanted });
+    ensure!(
+        found == wanted.to_string(),
+        WrongMajorSnafu {
+            path,
+            found,
+            wanted
+        }
+    );
     Ok(())
 }
 
@@ -119,7 +135,11 @@ fn user_of(path: &Path) -> io::Result<Option<u32>> {
     let wanted = fs::metadata(path)?;
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
             continue;
         };
         // Processes come and go, and a kernel thread has no working directory.
@@ -149,7 +169,13 @@ pub(super) async fn clone(
         .await
         .context(ControlSnafu)?;
     let state = control.state.clone();
-    ensure!(control.is_clean(), NotShutDownSnafu { path: source, state });
+    ensure!(
+        control.is_clean(),
+        NotShutDownSnafu {
+            path: source,
+            state
+        }
+    );
     Ok(())
 }
 
@@ -174,7 +200,9 @@ pub(super) fn links(path: &Path, survey: &Survey) -> Result<()> {
 pub(super) fn preload_libraries(libraries: &[String], installation: &Installation) -> Result<()> {
     let libdir = &installation.libdir;
     for library in libraries {
-        let exists = library_paths(library, libdir).iter().any(|path| path.is_file());
+        let exists = library_paths(library, libdir)
+            .iter()
+            .any(|path| path.is_file());
         ensure!(exists, LibraryMissingSnafu { library, libdir });
     }
     Ok(())

@@ -5,13 +5,15 @@ use snafu::Snafu;
 use super::checks;
 use crate::postgres::{chain, control, server, session};
 
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an image could not be built.
 #[derive(Debug, Snafu)]
 #[snafu(visibility(pub(super)))]
 pub enum Error {
-    #[snafu(display("Postgres {wanted} is not installed on this node; it has {found}. Install the package postgresql-{wanted}, or ask for another version"))]
+    #[snafu(display(
+        "Postgres {wanted} is not installed on this node; it has {found}. Install the package postgresql-{wanted}, or ask for another version"
+    ))]
     MajorMissing { wanted: u32, found: String },
 
     #[snafu(display("{field} {value:?} cannot be used: {reason}"))]
@@ -63,20 +65,28 @@ pub enum Error {
         source: session::Error,
     },
 
-    #[snafu(display("the source has no superuser named postgres, which the agent works as; run CREATE ROLE postgres SUPERUSER LOGIN in the source"))]
+    #[snafu(display(
+        "the source has no superuser named postgres, which the agent works as; run CREATE ROLE postgres SUPERUSER LOGIN in the source"
+    ))]
     NoSuperuser,
 
-    #[snafu(display("the source has no database {database:?}; it has {found}. Name one of these as the pool's database"))]
+    #[snafu(display(
+        "the source has no database {database:?}; it has {found}. Name one of these as the pool's database"
+    ))]
     NoDatabase { database: String, found: String },
 
     #[snafu(display("{source}"))]
     Control { source: control::Error },
 
-    #[snafu(display("the image's server left the state {state:?} instead of \"shut down\"; look for errors in its log: {log}"))]
+    #[snafu(display(
+        "the image's server left the state {state:?} instead of \"shut down\"; look for errors in its log: {log}"
+    ))]
     NotShutDown { state: String, log: String },
 
     #[snafu(display("processes of the build could not be killed: {}", chain(source)))]
-    Kill { source: branchpool_sys::cgroup::Error },
+    Kill {
+        source: branchpool_sys::cgroup::Error,
+    },
 
     #[snafu(display("the build was not done after {} s, in the step \"{step}\"; make the scripts faster or allow more time", limit.as_secs()))]
     TimedOut { step: String, limit: Duration },

@@ -43,7 +43,12 @@ pub struct Facts {
 }
 
 impl Facts {
-    pub(super) fn new(workshop: &Workshop<'_>, origin: Origin, catalog: Catalog, sealed: Sealed) -> Self {
+    pub(super) fn new(
+        workshop: &Workshop<'_>,
+        origin: Origin,
+        catalog: Catalog,
+        sealed: Sealed,
+    ) -> Self {
         Self {
             major: workshop.installation.major,
             server_version: catalog.server_version,

@@ -58,7 +58,10 @@ pub(super) fn make_private(root: &Path, owner: &OsUser) -> io::Result<()> {
     fs::set_permissions(root, fs::Permissions::from_mode(0o700))
 }
 
-fn walk(root: &Path, mut visit: impl FnMut(&Path, &fs::Metadata) -> io::Result<()>) -> io::Result<()> {
+fn walk(
+    root: &Path,
+    mut visit: impl FnMut(&Path, &fs::Metadata) -> io::Result<()>,
+) -> io::Result<()> {
     let mut directories = vec![root.to_owned()];
     visit(root, &fs::symlink_metadata(root)?)?;
     while let Some(directory) = directories.pop() {
@@ -133,7 +136,9 @@ pub(super) fn replace_by_empty(path: &Path, owner: &OsUser) -> io::Result<()> {
 
 pub(super) fn entries(path: &Path) -> io::Result<Vec<PathBuf>> {
     match fs::read_dir(path) {
-        Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path())).collect(),
+        Ok(entries) => entries
+            .map(|entry| entry.map(|entry| entry.path()))
+            .collect(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
     }
@@ -141,7 +146,11 @@ pub(super) fn entries(path: &Path) -> io::Result<Vec<PathBuf>> {
 
 /// Parent and last component of a path that the agent composed itself.
 pub(super) fn split(path: &Path) -> (&Path, &OsStr) {
-    let parent = path.parent().expect("a path of the layout should have a parent");
-    let name = path.file_name().expect("a path of the layout should have a name");
+    let parent = path
+        .parent()
+        .expect("a path of the layout should have a parent");
+    let name = path
+        .file_name()
+        .expect("a path of the layout should have a name");
     (parent, name)
 }

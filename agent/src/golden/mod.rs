@@ -22,10 +22,7 @@ use branchpool_supervisor::client::Supervisor;
 use branchpool_sys::cgroup::Group;
 
 pub use self::{
-    checks::Error as CheckError,
-    discard::discard_unfinished,
-    error::Error,
-    facts::Facts,
+    checks::Error as CheckError, discard::discard_unfinished, error::Error, facts::Facts,
 };
 use self::{error::Result, workshop::Workshop};
 use crate::{
@@ -147,8 +144,10 @@ pub async fn build(
         }
         .fail()
     });
-    workshop.close(built.is_ok()).await?;
-    built
+    let closed = workshop.close().await;
+    // Why the build failed counts more than what went wrong while tidying up.
+    let facts = built?;
+    closed.map(|()| facts)
 }
 
 async fn steps(workshop: &Workshop<'_>, report: &Report<'_>) -> Result<Facts> {
@@ -176,7 +175,9 @@ async fn steps(workshop: &Workshop<'_>, report: &Report<'_>) -> Result<Facts> {
     }
     for script in &spec.prepare {
         report.step(format!("Running the prepare step {}", script.name));
-        workshop.run_script("prepare step", script, "postgres").await?;
+        workshop
+            .run_script("prepare step", script, "postgres")
+            .await?;
     }
     scrub::set_superuser(workshop, spec.superuser).await?;
     let catalog = facts::read_catalog(workshop).await?;

@@ -63,7 +63,9 @@ pub(super) async fn databases(workshop: &Workshop<'_>) -> Result<()> {
     slots(&mut session).await?;
     passwords(&mut session).await?;
     let databases = session
-        .query("SELECT datname, datallowconn FROM pg_database WHERE datname <> 'template0' ORDER BY 1")
+        .query(
+            "SELECT datname, datallowconn FROM pg_database WHERE datname <> 'template0' ORDER BY 1",
+        )
         .await
         .doing("listing the databases")?;
     for row in databases {
@@ -86,7 +88,11 @@ pub(super) async fn databases(workshop: &Workshop<'_>) -> Result<()> {
 /// Whether the pool's role is a superuser in the image.
 pub(super) async fn set_superuser(workshop: &Workshop<'_>, superuser: bool) -> Result<()> {
     let role = &workshop.spec.role;
-    let attribute = if superuser { "SUPERUSER" } else { "NOSUPERUSER" };
+    let attribute = if superuser {
+        "SUPERUSER"
+    } else {
+        "NOSUPERUSER"
+    };
     let mut session = workshop.session("template1").await?;
     session
         .execute(&format!("ALTER ROLE {} {attribute}", identifier(role)))
@@ -146,13 +152,15 @@ async fn prepared_transactions(session: &mut Session, database: &str) -> Result<
         .query("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
         .await
         .doing(action())?;
+    // The statement takes only a plain literal, and is alone in its message.
+    session
+        .execute("SET standard_conforming_strings = on")
+        .await
+        .doing(action())?;
     for gid in transactions.into_iter().flatten().flatten() {
-        // This statement takes only a plain literal.
         let gid = gid.replace('\'', "''");
         session
-            .execute(&format!(
-                "SET standard_conforming_strings = on; ROLLBACK PREPARED '{gid}'"
-            ))
+            .execute(&format!("ROLLBACK PREPARED '{gid}'"))
             .await
             .doing(action())?;
     }

@@ -31,7 +31,9 @@ pub(super) struct Sealed {
 /// Verifies the clean shutdown, removes leftovers, flushes, and moves the image to its place.
 pub(super) async fn seal(workshop: &Workshop<'_>) -> Result<Sealed> {
     // Scripts may have left processes; from here on nobody else touches the files.
-    server::kill_group(&workshop.env.group).await.context(KillSnafu)?;
+    server::kill_group(&workshop.env.group)
+        .await
+        .context(KillSnafu)?;
     let control = ControlData::read(workshop.installation, &workshop.data_dir)
         .await
         .context(ControlSnafu)?;

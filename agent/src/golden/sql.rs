@@ -26,8 +26,18 @@ pub(super) async fn create(workshop: &Workshop<'_>, report: &Report<'_>) -> Resu
     .await?;
     let data_dir = workshop.data_dir.display().to_string();
     let args = [
-        "-D", &data_dir, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale", LOCALE,
-        "--no-sync", "--no-instructions",
+        "-D",
+        &data_dir,
+        "-U",
+        "postgres",
+        "-A",
+        "trust",
+        "-E",
+        "UTF8",
+        "--locale",
+        LOCALE,
+        "--no-sync",
+        "--no-instructions",
     ];
     let tool = Tool {
         program: &workshop.installation.program("initdb"),
@@ -41,7 +51,11 @@ pub(super) async fn create(workshop: &Workshop<'_>, report: &Report<'_>) -> Resu
 
 /// Creates the pool's role and database and runs the scripts, as the role: what they make
 /// belongs to it. Meanwhile it is a superuser, since dumps create extensions and the like.
-pub(super) async fn load(workshop: &Workshop<'_>, scripts: &[Script], report: &Report<'_>) -> Result<()> {
+pub(super) async fn load(
+    workshop: &Workshop<'_>,
+    scripts: &[Script],
+    report: &Report<'_>,
+) -> Result<()> {
     report.step("Creating the pool's role and database");
     let (role, database) = (&workshop.spec.role, &workshop.spec.database);
     let mut session = workshop.session("postgres").await?;
@@ -53,10 +67,16 @@ pub(super) async fn load(workshop: &Workshop<'_>, scripts: &[Script], report: &R
             .doing(format!("creating the role {role}"))?;
     }
     let database_name = identifier(database);
-    let verb = if database == "postgres" { "ALTER" } else { "CREATE" };
+    let verb = if database == "postgres" {
+        "ALTER"
+    } else {
+        "CREATE"
+    };
     let to = if database == "postgres" { "TO " } else { "" };
     session
-        .execute(&format!("{verb} DATABASE {database_name} OWNER {to}{role_name}"))
+        .execute(&format!(
+            "{verb} DATABASE {database_name} OWNER {to}{role_name}"
+        ))
         .await
         .doing(format!("creating the database {database}"))?;
     session.terminate().await;

@@ -19,20 +19,31 @@ use crate::postgres::config::Profile;
 const TWO_PHASE: &str = "pg_twophase";
 
 /// Clones the source and checks the clone.
-pub(super) async fn create(workshop: &Workshop<'_>, name: &str, report: &Report<'_>) -> Result<Origin> {
+pub(super) async fn create(
+    workshop: &Workshop<'_>,
+    name: &str,
+    report: &Report<'_>,
+) -> Result<Origin> {
     report.step(format!("Checking the subvolume {name}"));
     let source = workshop.env.layout.sources().join(name);
     let installation = workshop.installation.clone();
     let path = source.clone();
     // The checks' own errors go through untouched.
-    let checked = blocking("examining", &source, move || Ok(checks::source(&path, &installation)));
+    let checked = blocking("examining", &source, move || {
+        Ok(checks::source(&path, &installation))
+    });
     checked.await?.context(CheckSnafu)?;
 
     report.step(format!("Cloning the subvolume {name}"));
     let (path, clone) = (source.clone(), workshop.data_dir.clone());
     blocking("taking a snapshot of", &source, move || {
         let (parent, name) = files::split(&clone);
-        btrfs::snapshot(btrfs::open_dir(&path)?, btrfs::open_dir(parent)?, name, false)
+        btrfs::snapshot(
+            btrfs::open_dir(&path)?,
+            btrfs::open_dir(parent)?,
+            name,
+            false,
+        )
     })
     .await?;
     let survey = survey(workshop).await?;
@@ -49,13 +60,19 @@ pub(super) async fn create(workshop: &Workshop<'_>, name: &str, report: &Report<
     };
     checks::preload_libraries(&libraries, workshop.installation).context(CheckSnafu)?;
     let (clone, owner) = (workshop.data_dir.clone(), workshop.env.disk_user.clone());
-    blocking("cleaning", &workshop.data_dir, move || scrub::files(&clone, &owner)).await?;
+    blocking("cleaning", &workshop.data_dir, move || {
+        scrub::files(&clone, &owner)
+    })
+    .await?;
     Ok(origin)
 }
 
 async fn survey(workshop: &Workshop<'_>) -> Result<files::Survey> {
     let (clone, owner) = (workshop.data_dir.clone(), workshop.env.disk_user.clone());
-    blocking("examining", &workshop.data_dir, move || files::survey(&clone, &owner)).await
+    blocking("examining", &workshop.data_dir, move || {
+        files::survey(&clone, &owner)
+    })
+    .await
 }
 
 async fn take_over(workshop: &Workshop<'_>, foreign: bool) -> Result<()> {
@@ -71,7 +88,11 @@ async fn take_over(workshop: &Workshop<'_>, foreign: bool) -> Result<()> {
 
 /// Starts a server in which nothing runs by itself, checks what only a server can tell, and
 /// removes credentials and outward connections.
-pub(super) async fn clean(workshop: &Workshop<'_>, profile: &Profile, report: &Report<'_>) -> Result<()> {
+pub(super) async fn clean(
+    workshop: &Workshop<'_>,
+    profile: &Profile,
+    report: &Report<'_>,
+) -> Result<()> {
     report.step("Starting a quiet server on the clone");
     let transactions = prepared_transactions(&workshop.data_dir);
     // Without worker processes neither subscriptions nor scheduled jobs come to life.
@@ -108,14 +129,19 @@ async fn check_catalog(workshop: &Workshop<'_>) -> Result<()> {
     ensure!(is_superuser.as_deref() == Some("t"), NoSuperuserSnafu);
 
     let databases = session
-        .query("SELECT datname FROM pg_database WHERE datallowconn AND NOT datistemplate ORDER BY 1")
+        .query(
+            "SELECT datname FROM pg_database WHERE datallowconn AND NOT datistemplate ORDER BY 1",
+        )
         .await
         .doing("listing the databases")?;
     let names: Vec<String> = databases.into_iter().flatten().flatten().collect();
     let database = &workshop.spec.database;
     ensure!(
         names.contains(database),
-        NoDatabaseSnafu { database, found: names.join(", ") }
+        NoDatabaseSnafu {
+            database,
+            found: names.join(", ")
+        }
     );
     session.terminate().await;
     for name in &names {
@@ -144,14 +170,17 @@ async fn check_collations(workshop: &Workshop<'_>, database: &str) -> Result<()>
         &[OF_COLUMNS]
     };
     for query in queries {
-        let rows = session
-            .query(query)
-            .await
-            .doing(format!("comparing collation versions of the database {database}"))?;
+        let rows = session.query(query).await.doing(format!(
+            "comparing collation versions of the database {database}"
+        ))?;
         if let Some(row) = rows.into_iter().next() {
             let mut cells = row.into_iter().map(Option::unwrap_or_default);
             let mut next = || cells.next().unwrap_or_default();
-            let kind = if next() == "DATABASE" { "DATABASE" } else { "COLLATION" };
+            let kind = if next() == "DATABASE" {
+                "DATABASE"
+            } else {
+                "COLLATION"
+            };
             let error = checks::CollationSnafu {
                 kind,
                 object: next(),
@@ -169,7 +198,10 @@ async fn prepare_role(workshop: &Workshop<'_>, report: &Report<'_>) -> Result<()
     let role = &workshop.spec.role;
     let mut session = workshop.session("template1").await?;
     let exists = session
-        .query_one(&format!("SELECT 1 FROM pg_roles WHERE rolname = {}", literal(role)))
+        .query_one(&format!(
+            "SELECT 1 FROM pg_roles WHERE rolname = {}",
+            literal(role)
+        ))
         .await
         .doing(format!("looking for the role {role}"))?;
     let name = identifier(role);

@@ -36,9 +36,15 @@ impl Output {
         if self.succeeded() {
             return Ok(self.stdout);
         }
-        let lines: Vec<&str> = self.stderr.lines().filter(|line| !line.is_empty()).collect();
+        let lines: Vec<&str> = self
+            .stderr
+            .lines()
+            .filter(|line| !line.is_empty())
+            .collect();
         let message = match lines[lines.len().saturating_sub(5)..].join(" | ") {
-            words if words.is_empty() => format!("it ended with {:?} and said nothing", self.outcome),
+            words if words.is_empty() => {
+                format!("it ended with {:?} and said nothing", self.outcome)
+            }
             words => words,
         };
         ToolSnafu { program, message }.fail()
@@ -58,8 +64,8 @@ pub(super) async fn run(workshop: &Workshop<'_>, tool: Tool<'_>) -> Result<Outpu
     let program = tool.program.display().to_string();
     let (stdout, stdout_end) = pipe_pair()?;
     let (stderr, stderr_end) = pipe_pair()?;
-    let stdin = tool.stdin.as_ref().map(AsFd::as_fd);
-    let stdio = [stdin, Some(stdout_end.as_fd()), Some(stderr_end.as_fd())];
+    let script = tool.stdin.as_ref().map(AsFd::as_fd);
+    let stdio = [script, Some(stdout_end.as_fd()), Some(stderr_end.as_fd())];
     let mut child = workshop
         .env
         .supervisor

@@ -28,9 +28,9 @@ use crate::postgres::{
 };
 
 /// A start may replay nothing, but the disk may be slow.
-const START_TIMEOUT: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_mins(1);
 /// A shutdown writes all dirty buffers.
-const STOP_TIMEOUT: Duration = Duration::from_secs(300);
+const STOP_TIMEOUT: Duration = Duration::from_mins(5);
 /// Longest name of a role or database, in bytes.
 const MAX_NAME: usize = 63;
 
@@ -60,8 +60,11 @@ impl<'a> Workshop<'a> {
         let exists = fs::symlink_metadata(&sealed).is_ok();
         ensure!(!exists, GenerationExistsSnafu { path: sealed });
         let data_dir = env.layout.building_generation(&spec.pool, spec.generation);
-        discard::discard(&data_dir).map_err(super::Error::io("removing the unfinished image", &data_dir))?;
-        let log = env.layout.log(&format!("build-{}-{}", spec.pool, spec.generation));
+        discard::discard(&data_dir)
+            .map_err(super::Error::io("removing the unfinished image", &data_dir))?;
+        let log = env
+            .layout
+            .log(&format!("build-{}-{}", spec.pool, spec.generation));
         super::files::remove(&log).map_err(super::Error::io("removing the old log", &log))?;
         let run = make_run_dir(env).map_err(super::Error::io(
             "making a directory for the build in",
@@ -78,13 +81,15 @@ impl<'a> Workshop<'a> {
     }
 
     /// Ends what still runs, and removes what was not sealed.
-    pub(super) async fn close(self, succeeded: bool) -> Result<()> {
-        server::kill_group(&self.env.group).await.context(KillSnafu)?;
+    pub(super) async fn close(self) -> Result<()> {
+        server::kill_group(&self.env.group)
+            .await
+            .context(KillSnafu)?;
         let (data_dir, log) = (self.data_dir.clone(), self.log.clone());
         blocking("removing the unfinished image", &self.data_dir, move || {
             discard::discard(&data_dir)?;
             // What matters of a failed build's log is in its error.
-            if succeeded { super::files::remove(&log) } else { Ok(()) }
+            super::files::remove(&log)
         })
         .await
     }
@@ -108,10 +113,17 @@ impl<'a> Workshop<'a> {
     }
 
     /// Starts a server on the image. `overrides` are settings that win over the profile's.
-    pub(super) async fn start(&self, profile: &Profile, overrides: &[(&str, &str)]) -> Result<Server> {
+    pub(super) async fn start(
+        &self,
+        profile: &Profile,
+        overrides: &[(&str, &str)],
+    ) -> Result<Server> {
         let control = self.control();
         let files = [
-            (&control.config_file, config::render(profile, Phase::Warming)),
+            (
+                &control.config_file,
+                config::render(profile, Phase::Warming),
+            ),
             (&control.hba_file, config::build_hba().to_owned()),
             (&control.ident_file, String::new()),
         ];
@@ -164,7 +176,12 @@ impl<'a> Workshop<'a> {
     }
 
     /// Runs a script by `psql` in the pool's database as `role`.
-    pub(super) async fn run_script(&self, kind: &'static str, script: &Script, role: &str) -> Result<()> {
+    pub(super) async fn run_script(
+        &self,
+        kind: &'static str,
+        script: &Script,
+        role: &str,
+    ) -> Result<()> {
         let path = self.run.path().to_owned();
         let sql = script.sql.clone();
         let stdin = blocking("writing a script in", self.run.path(), move || {
@@ -196,7 +213,12 @@ impl<'a> Workshop<'a> {
         }
         let name = &script.name;
         let message = psql_error(&output);
-        ScriptSnafu { kind, name, message }.fail()
+        ScriptSnafu {
+            kind,
+            name,
+            message,
+        }
+        .fail()
     }
 
     /// A setting in the image's own configuration files.
@@ -214,7 +236,9 @@ impl<'a> Workshop<'a> {
             stdin: None,
         };
         let answer = tool::run(self, tool).await?;
-        let answer = answer.expect_success(&format!("reading {setting} from the source's postgresql.conf"))?;
+        let answer = answer.expect_success(&format!(
+            "reading {setting} from the source's postgresql.conf"
+        ))?;
         Ok(answer.trim_end_matches('\n').to_owned())
     }
 }
@@ -222,7 +246,7 @@ impl<'a> Workshop<'a> {
 impl Drop for Workshop<'_> {
     /// For a build whose future is dropped; an orderly end has killed everything before.
     fn drop(&mut self) {
-        if let Err(error) = self.env.group.start_kill(DROP_TIMEOUT) {
+        if let Err(error) = self.env.group.kill(DROP_TIMEOUT) {
             let error = crate::postgres::chain(&error);
             tracing::warn!(error, "processes of an abandoned build could not be killed");
         }
@@ -238,27 +262,52 @@ const BUILD_SETTINGS: [(&str, &str); 3] = [
 
 fn check(spec: &GoldenSpec) -> Result<()> {
     let refuse = |field, value: &str, reason| {
-        SpecSnafu { field, value, reason }.fail()
+        SpecSnafu {
+            field,
+            value,
+            reason,
+        }
+        .fail()
     };
     for (field, name) in [("database", &spec.database), ("role", &spec.role)] {
         if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
-            return refuse(field, name, "a name has 1 to 63 bytes and no control characters");
+            return refuse(
+                field,
+                name,
+                "a name has 1 to 63 bytes and no control characters",
+            );
         }
     }
     if ["template0", "template1"].contains(&spec.database.as_str()) {
-        return refuse("database", &spec.database, "templates are for making databases, not for use");
+        return refuse(
+            "database",
+            &spec.database,
+            "templates are for making databases, not for use",
+        );
     }
     if spec.role.starts_with("pg_") {
-        return refuse("role", &spec.role, "names that begin with pg_ belong to Postgres");
+        return refuse(
+            "role",
+            &spec.role,
+            "names that begin with pg_ belong to Postgres",
+        );
     }
     if spec.role == "postgres" && !spec.superuser {
-        return refuse("role", &spec.role, "it is a superuser; set superuser, or choose another role");
+        return refuse(
+            "role",
+            &spec.role,
+            "it is a superuser; set superuser, or choose another role",
+        );
     }
     if let Source::Subvolume { name } = &spec.source {
         let mut components = Path::new(name).components();
         let plain = matches!(components.next(), Some(std::path::Component::Normal(_)));
         if !plain || components.next().is_some() || name.contains(['\0', '/']) {
-            return refuse("source.subvolume", name, "it must be the name of a directory, without slashes");
+            return refuse(
+                "source.subvolume",
+                name,
+                "it must be the name of a directory, without slashes",
+            );
         }
     }
     Ok(())
@@ -298,19 +347,28 @@ fn write_readable(path: &Path, text: &str) -> io::Result<()> {
 fn psql_error(output: &Output) -> String {
     const PREFIX: &str = "psql:<stdin>:";
     let lines: Vec<&str> = output.stderr.lines().collect();
-    let is_error = |line: &&str| {
-        ["ERROR:", "FATAL:", "error:", "PANIC:"].iter().any(|word| line.contains(word))
+    let is_error = |line: &str| {
+        ["ERROR:", "FATAL:", "error:", "PANIC:"]
+            .iter()
+            .any(|word| line.contains(word))
     };
-    let Some(at) = lines.iter().rposition(|line| is_error(&line)) else {
+    let Some(at) = lines.iter().rposition(|line| is_error(line)) else {
         let last = lines.last().copied().unwrap_or("no message");
         return format!("psql ended with {:?}: {last}", output.outcome);
     };
     // What follows explains: DETAIL, HINT, the statement's text.
-    let mut message = match lines[at].strip_prefix(PREFIX).and_then(|rest| rest.split_once(": ")) {
+    let mut message = match lines[at]
+        .strip_prefix(PREFIX)
+        .and_then(|rest| rest.split_once(": "))
+    {
         Some((line, text)) => format!("line {line}: {text}"),
         None => lines[at].to_owned(),
     };
-    for line in lines[at + 1..].iter().take(4).filter(|line| !line.trim().is_empty()) {
+    for line in lines[at + 1..]
+        .iter()
+        .take(4)
+        .filter(|line| !line.trim().is_empty())
+    {
         message.push_str(" | ");
         message.push_str(line.trim());
     }
@@ -367,7 +425,10 @@ mod tests {
 
     #[test]
     fn a_silent_psql_is_quoted_by_its_end() {
-        assert_eq!(psql_error(&failed("")), "psql ended with Code(3): no message");
+        assert_eq!(
+            psql_error(&failed("")),
+            "psql ended with Code(3): no message"
+        );
     }
 
     #[test]

@@ -6,9 +6,9 @@ pub mod installation;
 pub mod parameters;
 pub mod pidfile;
 pub mod readiness;
-pub mod session;
 pub mod sandbox;
 pub mod server;
+pub mod session;
 
 /// An error with all its causes on one line, for those whose own text leaves causes out.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {

@@ -135,7 +135,14 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("other"), &path).unwrap();
         assert_eq!(PidFile::read(dir.path()).unwrap(), None);
         std::fs::remove_file(&path).unwrap();
-        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            Mode::RUSR,
+            0,
+        )
+        .unwrap();
         assert_eq!(PidFile::read(dir.path()).unwrap(), None);
         std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();

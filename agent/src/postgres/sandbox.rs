@@ -7,7 +7,14 @@ use branchpool_supervisor::protocol::Landlock;
 use super::installation::Installation;
 
 /// Programs, libraries, locales, time zones. `/bin` and `/lib` may be links into `/usr`, or not.
-const READ_EXECUTE: [&str; 6] = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives"];
+const READ_EXECUTE: [&str; 6] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/alternatives",
+];
 
 /// Users, name resolution, time zone, defaults of libraries; nothing that is secret.
 const READ: [&str; 12] = [

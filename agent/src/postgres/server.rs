@@ -35,7 +35,7 @@ const LOG_EXCERPT: u64 = 2048;
 const LOG_LINES: usize = 12;
 /// How long the rest of a cgroup may take to die after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same where nobody can wait asynchronously, and only on kernels without `cgroup.kill`.
+/// The same in a destructor, which cannot wait asynchronously; usually it takes milliseconds.
 pub(crate) const DROP_TIMEOUT: Duration = Duration::from_millis(500);
 /// A server is among the first to go when memory is short, but after its own clients' queries.
 const OOM_SCORE_ADJ: i32 = 100;
@@ -89,10 +89,16 @@ pub enum Error {
         source: Box<client::Error>,
     },
 
-    #[snafu(display("the server with process id {pid} could not be signalled: {}", chain(source)))]
+    #[snafu(display(
+        "the server with process id {pid} could not be signalled: {}",
+        chain(source)
+    ))]
     Signal { pid: u32, source: process::Error },
 
-    #[snafu(display("the processes of the server with process id {pid} could not be killed: {}", chain(source)))]
+    #[snafu(display(
+        "the processes of the server with process id {pid} could not be killed: {}",
+        chain(source)
+    ))]
     Kill {
         pid: u32,
         source: branchpool_sys::cgroup::Error,
@@ -185,12 +191,18 @@ pub fn environment() -> Vec<(String, String)> {
 
 /// Starts a server and waits until it accepts connections. After an error, or when the future
 /// is dropped, nothing of it runs any more.
-pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_>) -> Result<Server> {
+pub async fn start(
+    supervisor: &Supervisor,
+    watcher: &Watcher,
+    launch: Launch<'_>,
+) -> Result<Server> {
     check_socket_path(&launch.control.socket_dir)?;
     let log = open_log(launch.log).context(OpenLogSnafu { path: launch.log })?;
     let log_start = log.metadata().map_or(0, |metadata| metadata.len());
     let data_dir = launch.data_dir().to_owned();
-    let watch = watcher.watch(&data_dir, Interest::Written).context(WatchSnafu)?;
+    let watch = watcher
+        .watch(&data_dir, Interest::Written)
+        .context(WatchSnafu)?;
 
     let mut guard = KillOnDrop {
         group: launch.group,
@@ -200,7 +212,9 @@ pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_
     let mut child = supervisor
         .spawn(launch.spawn(), stdio)
         .await
-        .context(SpawnSnafu { data_dir: &data_dir })?;
+        .context(SpawnSnafu {
+            data_dir: &data_dir,
+        })?;
     let ready = wait_until_ready(&mut child, watch, &launch, log_start).await;
     let server = Server {
         pid: child.pid,
@@ -227,7 +241,10 @@ pub async fn start(supervisor: &Supervisor, watcher: &Watcher, launch: Launch<'_
 fn check_socket_path(socket_dir: &Path) -> Result<()> {
     let path = socket_dir.join(SOCKET_NAME);
     let length = path.as_os_str().as_bytes().len();
-    ensure!(length <= MAX_SOCKET_PATH, SocketPathTooLongSnafu { path, length });
+    ensure!(
+        length <= MAX_SOCKET_PATH,
+        SocketPathTooLongSnafu { path, length }
+    );
     Ok(())
 }
 
@@ -278,7 +295,11 @@ pub fn log_excerpt(path: &Path, start: u64) -> String {
     };
     let text = read().unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
-    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
     if lines.is_empty() {
         return "nothing".to_owned();
     }
@@ -295,7 +316,7 @@ struct KillOnDrop<'a> {
 impl Drop for KillOnDrop<'_> {
     fn drop(&mut self) {
         if self.armed
-            && let Err(error) = self.group.start_kill(DROP_TIMEOUT)
+            && let Err(error) = self.group.kill(DROP_TIMEOUT)
         {
             tracing::warn!(%error, "processes of an abandoned start could not be killed");
         }
@@ -361,7 +382,11 @@ impl Server {
         }
         match tokio::time::timeout(timeout, self.ended()).await {
             Ok(ended) => ended,
-            Err(_) => KilledSnafu { pid: self.pid, timeout }.fail(),
+            Err(_) => KilledSnafu {
+                pid: self.pid,
+                timeout,
+            }
+            .fail(),
         }
     }
 
@@ -371,7 +396,9 @@ impl Server {
     }
 
     async fn kill_rest(&self) -> Result<()> {
-        let killed = kill_group(&self.group).await.context(KillSnafu { pid: self.pid });
+        let killed = kill_group(&self.group)
+            .await
+            .context(KillSnafu { pid: self.pid });
         if killed.is_ok() && !self.ipc_namespace {
             self.remove_shared_memory().await;
         }
@@ -387,7 +414,8 @@ impl Server {
         let Ok(Some(file)) = PidFile::read(&self.data_dir) else {
             return;
         };
-        let Some(SharedMemory { id, .. }) = file.shared_memory.filter(|_| file.pid == self.pid) else {
+        let Some(SharedMemory { id, .. }) = file.shared_memory.filter(|_| file.pid == self.pid)
+        else {
             return;
         };
         let removed = Command::new("ipcrm")
@@ -399,7 +427,11 @@ impl Server {
             Ok(output) if output.status.success() => {}
             Ok(output) => {
                 let message = String::from_utf8_lossy(&output.stderr).into_owned();
-                tracing::warn!(id, message, "a killed server's shared memory could not be removed");
+                tracing::warn!(
+                    id,
+                    message,
+                    "a killed server's shared memory could not be removed"
+                );
             }
             Err(error) => tracing::warn!(id, %error, "ipcrm could not be run"),
         }

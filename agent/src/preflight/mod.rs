@@ -84,3 +84,4 @@ pub fn check(root: &Path, postgres_bindirs: &[PathBuf], postgres_user: &str) -> 
     let warnings = filesystem.warnings.iter().map(ToString::to_string).collect();
     Ok(Found { filesystem, installations, disk_user, warnings })
 }
+pub mod postgres;
