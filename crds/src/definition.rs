@@ -74,6 +74,9 @@ fn finished(derived: CustomResourceDefinition, root_rules: &[Value]) -> CustomRe
         && !root_rules.is_empty()
     {
         root.insert("x-kubernetes-validations".to_owned(), json!(root_rules));
+        // A rule may point only at what the schema names.
+        root["properties"]["metadata"] =
+            json!({"type": "object", "properties": {"name": {"type": "string"}}});
     }
     if let Some(target) = crd
         .spec
@@ -115,8 +118,12 @@ fn tidy(schema: &mut Value) {
     }
 }
 
-/// The default of an object is `{}` where the defaults of its fields say the rest.
+/// The default of an object is `{}` where the defaults of its fields say the rest. API servers ask an
+/// object's own rules about its default as it is written, so with rules it is written out.
 fn shorten_default(node: &mut Map<String, Value>) {
+    if node.contains_key("x-kubernetes-validations") {
+        return;
+    }
     let Some(Value::Object(default)) = node.get("default") else {
         return;
     };

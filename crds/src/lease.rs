@@ -119,7 +119,7 @@ pub struct LocalReference {
     /// Name of the object.
     #[schemars(
         length(min = 1, max = 63),
-        regex(pattern = "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+        regex(pattern = "^([a-z0-9][a-z0-9-]*)?[a-z0-9]$")
     )]
     pub name: String,
 }

@@ -15,7 +15,9 @@ pub fn to_markdown(crds: &[CustomResourceDefinition]) -> String {
          # Resources\n\n\
          Group `{GROUP}`, version `{VERSION}`. `kubectl explain branchpool.spec` says the same.\n\
          Defaults are filled in when an object is stored, so `kubectl get -o yaml` shows what is in force;\n\
-         a standalone agent fills in the same defaults and refuses the same objects.\n\
+         a standalone agent fills in the same defaults and refuses the same objects: kube-apiserver 1.34.4 takes\n\
+         these definitions, fills in the same defaults and refuses, at the same field, each object of\n\
+         `crds/tests/fixtures/refused.yaml`.\n\
          A *duration* is written as whole numbers with `h`, `m`, `s` or `ms`, such as `1h30m`, at most `8760h`.\n\
          A *quantity* is a number with an optional suffix, such as `512Mi`, `2` or `500m`.\n"
     );

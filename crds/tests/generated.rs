@@ -77,8 +77,8 @@ fn walk(schema: &Value, path: &str, visit: &mut impl FnMut(&Value, &str)) {
 fn every_field_is_bounded_and_explained() {
     for schema in schemas() {
         walk(&schema, "", &mut |field, path| {
-            if path.contains(".conditions[]") {
-                return; // The conditions of Kubernetes itself.
+            if path.contains(".conditions[]") || path.starts_with(".metadata") {
+                return; // What is Kubernetes' own.
             }
             let bound = match field["type"].as_str() {
                 Some("string") if field["format"] == "date-time" || field.get("enum").is_some() => {
@@ -112,6 +112,31 @@ fn every_field_is_bounded_and_explained() {
                     rule["message"].is_string(),
                     "{path} has a rule without a message"
                 );
+            }
+        });
+    }
+}
+
+/// An API server checks both when it takes the definition.
+#[test]
+fn rules_stand_where_an_api_server_takes_them() {
+    for schema in schemas() {
+        walk(&schema, "", &mut |field, path| {
+            let rules = field["x-kubernetes-validations"].as_array();
+            for rule in rules.into_iter().flatten() {
+                assert_ne!(
+                    field["default"],
+                    serde_json::json!({}),
+                    "{path}: a rule would miss fields"
+                );
+                let Some(target) = rule["fieldPath"].as_str() else {
+                    continue;
+                };
+                let target = target
+                    .split('.')
+                    .skip(1)
+                    .try_fold(field, |place, name| place["properties"].get(name));
+                assert!(target.is_some(), "{path}: {rule} points at nothing");
             }
         });
     }

@@ -68,6 +68,14 @@ pub enum Tuning {
     Durable,
 }
 
+/// Settings that are not the user's. The agent refuses the same ones, each with its own reason.
+const RESERVED: &str = "include(_dir|_if_exists)?|allow_alter_system|bonjour.*|config_file|data_directory|\
+    dynamic_shared_memory_type|external_pid_file|hba_file|huge_pages|huge_page_size|ident_file|krb_.*|gss_.*|\
+    listen_addresses|min_dynamic_shared_memory|port|restart_after_crash|shared_memory_type|stats_temp_directory|\
+    unix_socket_.*|data_sync_retry|fsync|full_page_writes|wal_sync_method|event_source|log_destination|\
+    log_directory|log_filename|log_file_mode|log_rotation_.*|log_truncate_on_rotation|logging_collector|syslog_.*|\
+    ssl.*|archive_.*|primary_.*|recovery_.*|restore_command|promote_trigger_file";
+
 fn parameters_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
@@ -79,8 +87,8 @@ fn parameters_schema(_: &mut SchemaGenerator) -> Schema {
                 "write the names of parameters in lower case, as SHOW ALL does, such as work_mem or my_extension.setting",
             ),
             rule(
-                "!self.exists(key, key in ['allow_alter_system', 'archive_cleanup_command', 'archive_command', 'archive_library', 'archive_mode', 'bonjour', 'config_file', 'data_directory', 'dynamic_shared_memory_type', 'external_pid_file', 'fsync', 'full_page_writes', 'hba_file', 'huge_pages', 'ident_file', 'krb_server_keyfile', 'listen_addresses', 'log_destination', 'log_directory', 'logging_collector', 'port', 'primary_conninfo', 'recovery_end_command', 'restore_command', 'shared_memory_type', 'ssl', 'unix_socket_directories', 'unix_socket_group', 'unix_socket_permissions'])",
-                "Branchpool sets addresses, files, sockets, logging, archiving, recovery and durability itself: take them out of parameters (postgres.tuning chooses durability)",
+                &format!("!self.exists(key, key.matches('^({RESERVED})$'))"),
+                "Branchpool sets addresses, files, sockets, logging, TLS, recovery and durability itself: take them out of parameters (postgres.tuning chooses durability)",
             ),
             rule(
                 "self.all(key, self[key].matches('^[^\\\\x00-\\\\x1f\\\\x7f]*$'))",

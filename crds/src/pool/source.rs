@@ -42,7 +42,7 @@ pub struct Script {
     /// Name that messages use, unique in its list.
     #[schemars(
         length(min = 1, max = 253),
-        regex(pattern = "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
+        regex(pattern = "^([A-Za-z0-9][A-Za-z0-9._-]*)?[A-Za-z0-9]$")
     )]
     pub name: String,
     /// SQL as psql takes it.
@@ -57,7 +57,7 @@ pub struct ConfigMapReference {
     /// Name of the ConfigMap.
     #[schemars(
         length(min = 1, max = 253),
-        regex(pattern = "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+        regex(pattern = "^([a-z0-9][a-z0-9.-]*)?[a-z0-9]$")
     )]
     pub name: String,
 }
@@ -77,7 +77,7 @@ pub struct SecretReference {
     /// Name of the Secret.
     #[schemars(
         length(min = 1, max = 253),
-        regex(pattern = "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+        regex(pattern = "^([a-z0-9][a-z0-9.-]*)?[a-z0-9]$")
     )]
     pub name: String,
     /// Entry of the Secret.
@@ -97,7 +97,7 @@ pub struct SubvolumeSource {
     /// Name of the subvolume below sources/ of the branch filesystem: the data directory of a server that was shut down cleanly.
     #[schemars(
         length(min = 1, max = 63),
-        regex(pattern = "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
+        regex(pattern = "^([A-Za-z0-9][A-Za-z0-9._-]*)?[A-Za-z0-9]$"),
         extend("x-kubernetes-validations" = [rule(
             "!self.contains('..')",
             "a subvolume's name holds no two dots in a row: rename the subvolume",
