@@ -1,3 +1,12 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+pub mod cli;
+pub mod engine;
+pub mod golden;
 pub mod http;
+pub mod journal;
+pub mod plan;
+pub mod postgres;
+pub mod preflight;
+pub mod standalone;
+pub mod storage;

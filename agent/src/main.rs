@@ -1,1 +1,66 @@
-fn main() {}
+//! `branchpool-agent`: the supervisor, and below it the agent.
+
+mod serve;
+
+use std::{ffi::OsString, process::ExitCode};
+
+use branchpool_agent::{cli::{Cli, Command}, preflight};
+use branchpool_supervisor::{FD_VARIABLE, server::{Program, supervise}};
+use clap::Parser;
+
+/// sysexits.h: an internal failure, where a new try may help.
+const FAILURE: u8 = 1;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let supervised = std::env::var_os(FD_VARIABLE).is_some();
+    match cli.command {
+        Command::Supervise { arguments } => supervise_agent(arguments),
+        Command::Standalone(_) | Command::Run(_) if !supervised => {
+            supervise_agent(std::env::args_os().skip(1).collect())
+        }
+        Command::Standalone(options) => serve::standalone(*options),
+        Command::Run(options) => serve::run(*options),
+        Command::Preflight(options) => {
+            let report =
+                preflight::check(&options.root, &options.postgres_bindirs, &options.postgres_user);
+            match report {
+                Ok(report) => {
+                    println!("{report}");
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    eprintln!("branchpool-agent: {error}");
+                    ExitCode::from(error.exit_code())
+                }
+            }
+        }
+    }
+}
+
+fn supervise_agent(args: Vec<OsString>) -> ExitCode {
+    let path = match std::env::current_exe() {
+        Ok(path) => path,
+        Err(error) => {
+            eprintln!("branchpool-agent: its own program file cannot be found: {error}");
+            return ExitCode::from(FAILURE);
+        }
+    };
+    match supervise(Program { path, args }) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("branchpool-agent: {}", chain(&error));
+            ExitCode::from(FAILURE)
+        }
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -123,6 +123,27 @@ impl WatchLog {
         self.append(&mut state, Change::LeaseGone { uid })
     }
 
+    pub fn known_node(&self) -> NodeStatus {
+        let state = self.state();
+        NodeStatus { revision: state.revision, ..state.node.clone() }
+    }
+
+    pub fn known_pools(&self) -> Vec<PoolStatus> {
+        self.state().pools.values().cloned().collect()
+    }
+
+    pub fn known_pool(&self, uid: &str) -> Option<PoolStatus> {
+        self.state().pools.get(uid).cloned()
+    }
+
+    pub fn known_leases(&self) -> Vec<Lease> {
+        self.state().leases.values().cloned().collect()
+    }
+
+    pub fn known_lease(&self, uid: &str) -> Option<Lease> {
+        self.state().leases.get(uid).cloned()
+    }
+
     /// Ends every subscription once it has delivered what is in the log.
     pub fn close(&self) {
         self.state().closed = true;

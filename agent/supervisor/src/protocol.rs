@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use branchpool_sys::mount::Ids;
 use serde::{Deserialize, Serialize};
 
 /// From the agent. `Spawn` carries up to three descriptors: stdin, stdout and stderr of the child.
@@ -13,7 +14,11 @@ pub struct Request {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
-    Spawn(Box<Spawn>),
+    Spawn {
+        spawn: Box<Spawn>,
+        /// Which of stdin, stdout and stderr come along; the others are `/dev/null`.
+        stdio: [bool; 3],
+    },
     /// Detaches a mount that an earlier `Spawn` made. Not mounted is no error.
     Unmount { target: PathBuf },
 }
@@ -29,7 +34,7 @@ pub struct Spawn {
     pub cwd: PathBuf,
     /// User and group to run as; absent: the supervisor's own.
     pub user: Option<User>,
-    /// cgroup directories to join (see `branchpool_sys::cgroup`).
+    /// cgroup directories to join (see `branchpool_sys::cgroup`); the default joins none.
     pub cgroup: branchpool_sys::cgroup::Membership,
     /// Done before the spawn, replacing what an earlier spawn left at the target.
     pub mount: Option<IdMount>,
@@ -41,11 +46,8 @@ pub struct Spawn {
     pub oom_score_adj: i32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct User {
-    pub uid: u32,
-    pub gid: u32,
-}
+/// A user and a group to run as.
+pub type User = Ids;
 
 /// A bind mount in which files of `on_disk` appear as files of `inside`, and the other way round.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,8 +61,11 @@ pub struct IdMount {
 /// Paths that stay reachable; all others are not. Signals and abstract sockets stay inside.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Landlock {
+    /// What is missing of these is skipped.
     pub read_execute: Vec<PathBuf>,
+    /// What is missing of these is skipped.
     pub read: Vec<PathBuf>,
+    /// All of these have to exist, after the mount.
     pub read_write: Vec<PathBuf>,
     /// TCP connect and bind allowed.
     pub network: bool,
@@ -69,7 +74,10 @@ pub struct Landlock {
 /// To the agent. The answer to a `Spawn` carries the pidfd.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
-    Done { id: u64, result: Result<Answer, String> },
+    Done {
+        id: u64,
+        result: Result<Answer, String>,
+    },
     /// A child ended and was reaped.
     Exited { pid: u32, outcome: Outcome },
 }

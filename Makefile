@@ -1,0 +1,49 @@
+# Every target works alone on a fresh clone. `make` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Arguments for the programs behind `test` and `bench`, such as TEST_ARGS="-p branchpool-crds".
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: demo
+demo: setup ## Start one node, lease branches of a sample database, show that they are separate (root)
+	@scripts/demo
+
+.PHONY: test
+test: setup ## Run every test, against real Btrfs and real Postgres (root)
+	@scripts/test $(TEST_ARGS)
+
+.PHONY: lint
+lint: ## Format, clippy, generated files, minimum Rust, licences, documentation
+	@scripts/lint
+
+.PHONY: fmt
+fmt: ## Format the code
+	@cargo fmt --all
+
+.PHONY: bench
+bench: setup ## Measure hand-out and refill beside a bare loop of the same system calls (root)
+	@cargo run --locked --release --package branchpool-bench -- $(BENCH_ARGS)
+
+.PHONY: generate
+generate: ## Write the generated files anew: CRD manifests and their reference page
+	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
+
+.PHONY: audit
+audit: ## Look for known vulnerabilities in the dependencies (network)
+	@cargo deny --all-features check advisories
+
+.PHONY: setup
+setup: ## Install what demo and test need and the machine lacks (root; silent when nothing is missing)
+	@scripts/setup
+
+.PHONY: clean
+clean: ## Remove everything that was built
+	@cargo clean

@@ -1,0 +1,154 @@
+//! The command line of `branchpool-agent`.
+
+use std::{ffi::OsString, net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Keeps pools of prestarted Postgres branches on one node and hands them out.
+#[derive(Debug, Parser)]
+#[command(name = "branchpool-agent", version, about, max_term_width = 100)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve pools from manifests in files, on this machine alone
+    ///
+    /// The manifests are the same that a cluster takes; edits are taken in at once. Without --root
+    /// the branches live in a Btrfs filesystem in a file below --data-dir.
+    #[command(after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch pools")]
+    Standalone(Box<Standalone>),
+    /// Serve pools that an operator sends
+    Run(Box<Run>),
+    /// Check whether this machine can hold branches, and say what is missing
+    Preflight(Box<Preflight>),
+    /// Be the parent of an agent and of all its servers, and start the agent again when it crashes
+    ///
+    /// Process 1 of a container. `run` and `standalone` do this by themselves.
+    Supervise {
+        /// Arguments of the agent, such as: run --root /var/lib/branchpool
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        arguments: Vec<OsString>,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct Standalone {
+    /// Directory or file with BranchPool manifests; may be given several times
+    #[arg(short = 'f', long = "manifests", value_name = "PATH", required = true)]
+    pub manifests: Vec<PathBuf>,
+    /// Where the Btrfs file, its mount point and the journal are kept when no --root is given
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/branchpool")]
+    pub data_dir: PathBuf,
+    /// Size of the Btrfs file when it is made; the file is sparse
+    #[arg(long, value_name = "BYTES", default_value = "20Gi", value_parser = size)]
+    pub size: u64,
+    /// Directory on a Btrfs filesystem to use instead of a file
+    #[arg(long, value_name = "DIR")]
+    pub root: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Directory on a Btrfs filesystem that holds the branches
+    #[arg(long, value_name = "DIR", env = "BRANCHPOOL_ROOT")]
+    pub root: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Preflight {
+    /// Directory on a Btrfs filesystem that is to hold the branches
+    #[arg(long, value_name = "DIR")]
+    pub root: PathBuf,
+    /// Further directories with Postgres programs
+    #[arg(long = "postgres-bindir", value_name = "DIR")]
+    pub postgres_bindirs: Vec<PathBuf>,
+    /// OS user that owns the data on disk
+    #[arg(long, value_name = "NAME", default_value = "postgres")]
+    pub postgres_user: String,
+}
+
+#[derive(Debug, Args)]
+pub struct Common {
+    /// Where sockets are; short, for a socket's path has at most 107 bytes
+    #[arg(long, value_name = "DIR", default_value = "/run/branchpool")]
+    pub run_dir: PathBuf,
+    /// TCP address for the HTTP API, beside the Unix socket agent.sock in --run-dir
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: Option<SocketAddr>,
+    /// File with the bearer token that is wanted on TCP; needed for other than loopback addresses
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Name of this node [default: the host's name]
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub name: Option<String>,
+    /// Most branches with a server on this node, over all pools
+    #[arg(long, value_name = "N", default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1..=30_000))]
+    pub max_branches: u32,
+    /// Directory with Postgres programs, beside those that Debian's packages install; may be given
+    /// several times
+    #[arg(long = "postgres-bindir", value_name = "DIR")]
+    pub postgres_bindirs: Vec<PathBuf>,
+    /// OS user that owns the data on disk
+    #[arg(long, value_name = "NAME", default_value = "postgres")]
+    pub postgres_user: String,
+    /// First of the user ids that servers run as, one per branch
+    #[arg(long, value_name = "UID", default_value_t = 1_500_000_000, value_parser = clap::value_parser!(u32).range(100_000..=4_000_000_000))]
+    pub uid_base: u32,
+    /// Longest build of a golden image
+    #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
+    pub build_timeout: Duration,
+    /// How long a stop waits for servers to end in order
+    #[arg(long, value_name = "SECONDS", default_value = "25", value_parser = seconds)]
+    pub stop_timeout: Duration,
+    /// Size at which a server's log is emptied
+    #[arg(long, value_name = "BYTES", default_value = "8Mi", value_parser = size)]
+    pub log_cap: u64,
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    Text,
+    Json,
+}
+
+/// Bytes as Kubernetes writes them: `20Gi`, `500M`, `1073741824`.
+fn size(text: &str) -> Result<u64, String> {
+    text.parse::<branchpool_crds::Quantity>()
+        .map(|quantity| quantity.units())
+        .map_err(|error| error.to_string())
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<u64>() {
+        Ok(seconds) if (1..=604_800).contains(&seconds) => Ok(Duration::from_secs(seconds)),
+        _ => Err("expected whole seconds from 1 to 604800".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_are_quantities() {
+        assert_eq!(size("20Gi"), Ok(20 << 30));
+        assert_eq!(size("500M"), Ok(500_000_000));
+        assert!(size("many").is_err());
+    }
+}

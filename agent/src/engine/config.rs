@@ -1,0 +1,35 @@
+//! What the engine is started with.
+
+use std::time::Duration;
+
+use branchpool_supervisor::client::Supervisor;
+
+use crate::{
+    plan::Limits,
+    postgres::installation::{Installation, OsUser},
+    storage::Layout,
+};
+
+/// Everything that preflight found and the command line said.
+#[derive(Debug)]
+pub struct Config {
+    /// Of the node, as it is reported.
+    pub name: String,
+    pub layout: Layout,
+    pub supervisor: Supervisor,
+    pub installations: Vec<Installation>,
+    /// Owner of all files of all branches on disk.
+    pub disk_user: OsUser,
+    /// The user of slot `n` is `uid_base + n`.
+    pub uid_base: u32,
+    /// Name of the cgroup below which every branch has its own.
+    pub cgroup_name: String,
+    pub limits: Limits,
+    /// Longest build of a golden image.
+    pub build_time_limit: Duration,
+    /// Bytes of a server log; a longer one is cut.
+    pub log_cap: u64,
+    /// Starts at a time in pools that do not say.
+    pub default_concurrency: u32,
+}
+

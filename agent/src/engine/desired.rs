@@ -1,0 +1,237 @@
+//! From a `BranchPool` spec to what the core plans by and what servers are started with.
+
+use branchpool_agent_api::{DesiredPool, FieldError, PoolName, Problem};
+use branchpool_crds::{
+    BranchPoolSpec, Outbound, Preconnect, Source, StopMode, Tuning, Unleased, WarmingMode,
+};
+use branchpool_sys::cgroup::Limits;
+use data_encoding::HEXLOWER;
+use serde::Serialize;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::{
+    golden::{self, Script},
+    plan::{self, PoolSpec, PoolUid},
+    postgres::{config, parameters::Parameters},
+};
+
+/// Processes of one branch: its connections, its own, and what `COPY PROGRAM` starts.
+const PIDS_BEYOND_CONNECTIONS: u32 = 64;
+const DEFAULT_CONNECTIONS: u32 = 50;
+
+/// What the servers of a pool's branches, and the builds of its image, are started with.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    pub(super) source: golden::Source,
+    pub(super) prepare: Vec<Script>,
+    pub(super) major: u32,
+    pub(super) database: String,
+    pub(super) role: String,
+    pub(super) superuser: bool,
+    pub(super) parameters: Parameters,
+    pub(super) tuning: config::Tuning,
+    pub(super) limits: Limits,
+    /// Servers may open connections outward.
+    pub(super) outbound: bool,
+    pub(super) preconnect: plan::Preconnect,
+    /// The spec that all of this was made from.
+    pub(super) spec: Value,
+}
+
+/// What a node can do for a pool.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Abilities<'a> {
+    pub(super) user_per_branch: bool,
+    pub(super) default_concurrency: u32,
+    pub(super) majors: &'a [u32],
+}
+
+/// Checks a desired pool as the API server would, and against what this node can do.
+pub(super) fn convert(
+    uid: &PoolUid,
+    desired: &DesiredPool,
+    node: Abilities<'_>,
+) -> Result<(PoolSpec, Settings), Problem> {
+    let object = json!({
+        "apiVersion": "branchpool.dev/v1alpha1",
+        "kind": "BranchPool",
+        "metadata": { "namespace": desired.namespace, "name": desired.name },
+        "spec": desired.spec,
+    });
+    let pool: branchpool_crds::BranchPool = branchpool_crds::admit_as(&object, None).map_err(|violations| {
+        Problem::invalid_fields(
+            violations
+                .into_iter()
+                .map(|violation| FieldError::new(violation.field, violation.message))
+                .collect(),
+        )
+    })?;
+    let spec = pool.spec;
+    let mut refused = Vec::new();
+    let mut refuse = |field: &str, message: String| refused.push(FieldError::new(field, message));
+
+    let source = match &spec.source {
+        Source::Sql(sql) => {
+            if let Some(reference) = &sql.config_map_ref {
+                refuse("spec.source.sql.configMapRef", format!(
+                    "the node agent does not read ConfigMaps: whoever sends the pool puts the scripts of {} into scripts",
+                    reference.name
+                ));
+            }
+            golden::Source::Sql { scripts: sql.scripts.iter().map(script).collect() }
+        }
+        Source::Subvolume(subvolume) => golden::Source::Subvolume { name: subvolume.name.clone() },
+        Source::Physical(_) | Source::Logical(_) => {
+            refuse("spec.source", "this version builds images from sql and subvolume sources only: load a dump by sql, or prepare a subvolume from a base backup".to_owned());
+            golden::Source::Sql { scripts: Vec::new() }
+        }
+    };
+    if spec.refresh.schedule != "Never" {
+        refuse("spec.refresh.schedule", "this version does not refresh on a schedule: write Never, and change the source for a new generation".to_owned());
+    }
+    if spec.lease.idle_timeout.is_some() {
+        refuse("spec.lease.idleTimeout", "this version does not see when a branch is idle: leave it out, and use a short ttl".to_owned());
+    }
+    if spec.postgres.superuser && !node.user_per_branch {
+        refuse("spec.postgres.superuser", "superusers are allowed only where each branch has an OS user of its own, and this node lacks idmapped mounts on its branch filesystem: see the isolation level in the node's status".to_owned());
+    }
+    let major = spec.postgres.version;
+    if !node.majors.contains(&major) {
+        let found: Vec<String> = node.majors.iter().map(ToString::to_string).collect();
+        refuse("spec.postgres.version", format!(
+            "Postgres {major} is not installed on this node, which has {}: install it, or name one of these",
+            found.join(", ")
+        ));
+    }
+    let parameters = Parameters::new(&spec.postgres.parameters).unwrap_or_else(|errors| {
+        for error in errors {
+            refuse(&format!("spec.postgres.parameters.{}", error.parameter()), error.to_string());
+        }
+        Parameters::default()
+    });
+    if !refused.is_empty() {
+        return Err(Problem::invalid_fields(refused));
+    }
+
+    let settings = Settings {
+        source,
+        prepare: spec.prepare.iter().map(script).collect(),
+        major,
+        database: spec.postgres.database.clone(),
+        role: spec.postgres.role.clone(),
+        superuser: spec.postgres.superuser,
+        tuning: match spec.postgres.tuning {
+            Tuning::Ephemeral => config::Tuning::Ephemeral,
+            Tuning::Durable => config::Tuning::Durable,
+        },
+        limits: limits(&spec, &parameters),
+        parameters,
+        outbound: spec.network.outbound == Outbound::Allow,
+        preconnect: preconnect(&spec),
+        spec: desired.spec.clone(),
+    };
+    let name = PoolName { namespace: desired.namespace.clone(), name: desired.name.clone() };
+    Ok((plan_spec(uid, name, desired.generation, &spec, node), settings))
+}
+
+fn script(script: &branchpool_crds::Script) -> Script {
+    Script { name: script.name.clone(), sql: script.sql.clone() }
+}
+
+fn preconnect(spec: &BranchPoolSpec) -> plan::Preconnect {
+    match spec.warming.preconnect {
+        Preconnect::WhileWarming => plan::Preconnect::WhileWarming,
+        Preconnect::OnLease => plan::Preconnect::OnLease,
+        Preconnect::Never => plan::Preconnect::Never,
+    }
+}
+
+fn limits(spec: &BranchPoolSpec, parameters: &Parameters) -> Limits {
+    let connections = parameters
+        .get("max_connections")
+        .and_then(|value| value.parse::<u32>().ok())
+        .unwrap_or(DEFAULT_CONNECTIONS);
+    let millicores = spec.resources.cpu.as_ref().map(branchpool_crds::Quantity::milli_units);
+    Limits {
+        memory: Some(spec.resources.memory.units()),
+        cpu_millicores: millicores.map(|milli| u32::try_from(milli).unwrap_or(u32::MAX)),
+        pids: Some(2 * connections + PIDS_BEYOND_CONNECTIONS),
+    }
+}
+
+fn plan_spec(
+    uid: &PoolUid,
+    name: PoolName,
+    generation: u64,
+    spec: &BranchPoolSpec,
+    node: Abilities<'_>,
+) -> PoolSpec {
+    let postgres = &spec.postgres;
+    let (lease, cleanup, warming) = (&spec.lease, &spec.cleanup, &spec.warming);
+    PoolSpec {
+        uid: uid.clone(),
+        name,
+        observed_generation: generation,
+        image_key: digest(&json!({
+            "source": spec.source,
+            "prepare": spec.prepare,
+            "version": postgres.version,
+            "database": postgres.database,
+            "role": postgres.role,
+            "superuser": postgres.superuser,
+        })),
+        settings_key: digest(&json!({
+            "parameters": postgres.parameters,
+            "tuning": postgres.tuning,
+            "resources": spec.resources,
+            "network": spec.network,
+        })),
+        target: spec.replicas,
+        max_branches: spec.max_branches,
+        database: postgres.database.clone(),
+        role: postgres.role.clone(),
+        durable: postgres.tuning == Tuning::Durable,
+        replace_stale: spec.refresh.unleased == Unleased::Replace,
+        warming: plan::Warming {
+            mode: match warming.mode {
+                WarmingMode::Phased => plan::WarmingMode::Phased,
+                WarmingMode::Pipelined => plan::WarmingMode::Pipelined,
+            },
+            snapshot_concurrency: warming.snapshot_concurrency,
+            start_concurrency: warming.start_concurrency.unwrap_or(node.default_concurrency),
+            preconnect_concurrency: warming
+                .preconnect_concurrency
+                .unwrap_or(node.default_concurrency),
+            preconnect: preconnect(spec),
+            stale_after: warming.stale_after.as_millis(),
+        },
+        lease: plan::LeaseTerms {
+            default_ttl: lease.default_ttl.as_millis(),
+            max_ttl: lease.max_ttl.as_millis(),
+            max_lifetime: lease.max_lifetime.as_millis(),
+            retain_finished: lease.retain_finished.as_millis(),
+            admission_wait: lease.admission_wait.as_millis(),
+        },
+        cleanup: plan::Cleanup {
+            concurrency: cleanup.concurrency,
+            start_delay: cleanup.start_delay.as_millis(),
+            stop_mode: match cleanup.stop_mode {
+                StopMode::Immediate => plan::StopMode::Immediate,
+                StopMode::Fast => plan::StopMode::Fast,
+            },
+            tombstones: plan::Tombstones {
+                delay: cleanup.tombstones.delay.as_millis(),
+                concurrency: cleanup.tombstones.concurrency,
+                max_count: cleanup.tombstones.max_count,
+                max_bytes: cleanup.tombstones.max_bytes.units(),
+            },
+        },
+    }
+}
+
+fn digest(value: &impl Serialize) -> String {
+    // Maps are sorted, so equal specs have equal texts.
+    let text = serde_json::to_value(value).map(|value: Value| value.to_string());
+    HEXLOWER.encode(&Sha256::digest(text.unwrap_or_default())[..16])
+}

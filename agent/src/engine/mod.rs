@@ -1,0 +1,332 @@
+//! The shell around the core: carries out what [`crate::plan`] decides.
+
+mod actor;
+mod boot;
+mod build;
+mod committer;
+mod config;
+mod desired;
+mod metrics;
+mod perform;
+mod publish;
+mod sampler;
+mod service;
+mod steps;
+mod stop;
+mod world;
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport};
+use branchpool_sys::{
+    cgroup::{self, Base},
+    probe::{self, Feature},
+};
+use rand::{SeedableRng, rngs::StdRng};
+use snafu::{ResultExt, Snafu};
+use tokio::sync::{mpsc, watch};
+
+pub use config::Config;
+
+use self::{
+    actor::{Actor, Envelope},
+    committer::Committer,
+    metrics::Metrics,
+    publish::{Facts, Publisher},
+    world::{Clock, Parts, World},
+};
+use crate::{
+    http::WatchLog,
+    journal::{self, Journal, Kind, Record},
+    plan::{Command, Node, PoolUid, Records},
+    postgres::{readiness, sandbox::Isolation},
+    storage::{Branches, layout, ids::NodeKey},
+};
+
+/// Commands that may wait for the core; more wait at their connections.
+const COMMANDS: usize = 1024;
+/// Ends of steps that may wait for the core; more wait with their steps.
+const EVENTS: usize = 4096;
+
+#[derive(Debug, Snafu)]
+pub enum Error {
+    #[snafu(display("{source}"))]
+    Layout { source: layout::Error },
+    #[snafu(display("{source}"))]
+    Journal { source: journal::Error },
+    #[snafu(display("{source}"))]
+    NodeKey { source: crate::storage::ids::Error },
+    #[snafu(display("{}", crate::postgres::chain(source)))]
+    Cgroup { source: cgroup::Error },
+    #[snafu(display("{source}"))]
+    Watcher { source: readiness::Error },
+    #[snafu(display("{source}"))]
+    Boot { source: boot::Error },
+    #[snafu(display("the start was interrupted: {message}"))]
+    Interrupted { message: String },
+}
+
+impl Error {
+    /// sysexits.h: 64 to 78 where a new try would end the same.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Layout { .. } | Self::NodeKey { .. } => 78,
+            Self::Journal { source: journal::Error::Locked { .. } } => 69,
+            Self::Journal { source: journal::Error::Damaged { .. } | journal::Error::Newer { .. } } => 65,
+            Self::Cgroup { .. } => 71,
+            _ => 1,
+        }
+    }
+}
+
+/// A running engine. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    commands: mpsc::Sender<Envelope>,
+    log: WatchLog,
+    world: Arc<World>,
+    facts: Arc<Facts>,
+    default_concurrency: u32,
+    drained: watch::Receiver<bool>,
+    events: mpsc::Sender<crate::plan::Event>,
+    journal: Journal,
+    /// What is wrong with the manifests of a standalone agent.
+    manifests: Arc<Mutex<Option<String>>>,
+    cgroups: Base,
+}
+
+impl Engine {
+    /// Takes over what is there and starts to work.
+    pub async fn start(config: Config) -> Result<Self, Error> {
+        config.layout.create().context(LayoutSnafu)?;
+        let path = config.layout.journal();
+        let (journal, contents) = blocking(move || Journal::open(&path)).await?.context(JournalSnafu)?;
+        let key = NodeKey::load_or_create(&config.layout.node_key()).context(NodeKeySnafu)?;
+        let boot_id = journal::boot_id().context(JournalSnafu)?;
+        let rebooted = boot::rebooted(&contents, &boot_id);
+        let records = boot::records(&contents).context(BootSnafu)?;
+
+        let cgroup_layout = cgroup::Layout::detect().context(CgroupSnafu)?;
+        let cgroups = Base::open(&cgroup_layout, &config.cgroup_name).context(CgroupSnafu)?;
+        let (isolation, report) = isolation(&config, &cgroups).await?;
+        let (events, event_receiver) = mpsc::channel(EVENTS);
+        let facts = Arc::new(Facts {
+            name: config.name,
+            instance: format!("{:016x}", rand::random::<u64>()),
+            isolation: report.clone(),
+            postgres_majors: {
+                let mut majors: Vec<u32> =
+                    config.installations.iter().map(|found| found.major).collect();
+                majors.sort_unstable();
+                majors
+            },
+        });
+        let branches = Branches::new(config.layout.clone(), key.clone());
+        let world = Arc::new(World::new(Parts {
+            clock: Clock::new(),
+            branches: branches.clone(),
+            supervisor: config.supervisor,
+            watcher: readiness::Watcher::new().context(WatcherSnafu)?,
+            committer: Committer::start(journal.clone(), config.layout),
+            installations: config.installations,
+            disk_user: config.disk_user,
+            uid_base: config.uid_base,
+            isolation,
+            user_per_branch: report.user_per_branch,
+            build_time_limit: config.build_time_limit,
+            log_cap: config.log_cap,
+            metrics: Metrics::new(),
+            events: events.clone(),
+            cgroups: cgroups.clone(),
+            slots: config.limits.slots,
+        }));
+
+        let scan = {
+            let (branches, records) = (branches.clone(), records.clone());
+            blocking(move || boot::scan(&branches, &records)).await?.context(BootSnafu)?
+        };
+        let running = if rebooted { BTreeMap::new() } else { boot::running(&world, &records) };
+        boot::clear_cgroups(&world, &cgroups, &running).await.context(BootSnafu)?;
+        let observed = boot::observed(&world, &scan, &running, &records, rebooted);
+        for (pool, number, facts) in boot::images(&records) {
+            world.set_image(pool, number, facts);
+        }
+        restore_settings(&world, &facts, &records, config.default_concurrency);
+        boot::take_over(&world, running).await;
+
+        let rng = StdRng::from_rng(&mut rand::rng());
+        let now = world.clock.now();
+        let (node, effects) = Node::adopt(config.limits, key, rng, records, observed, now);
+        let log = WatchLog::new(publish::node_status(&node, &world, &facts));
+        let mut publisher = Publisher::new(log.clone(), Arc::clone(&facts));
+        publisher.note_all(&node);
+        let (commands, command_receiver) = mpsc::channel(COMMANDS);
+        let (drained_sender, drained) = watch::channel(false);
+        let actor = Actor::new(
+            node,
+            Arc::clone(&world),
+            publisher,
+            command_receiver,
+            event_receiver,
+            drained_sender,
+        );
+        let remember = world.clone();
+        tokio::spawn(async move {
+            actor.run(effects).await;
+            drop(remember);
+        });
+        tokio::spawn(sampler::run(Arc::clone(&world)));
+        // After what follows from a reboot has been queued: a crash before this sees it again.
+        let boot_record = Record::put(Kind::Meta, committer::BOOT, &boot_id).context(JournalSnafu)?;
+        journal.write(vec![boot_record]).await.context(JournalSnafu)?;
+        Ok(Self {
+            commands,
+            log,
+            world,
+            facts,
+            default_concurrency: config.default_concurrency,
+            drained,
+            events,
+            journal,
+            manifests: Arc::default(),
+            cgroups,
+        })
+    }
+
+    /// Stops handing out, parks what is leased, and ends the rest; then closes the journal. What is
+    /// not done in time is done at the next start. `true`: all was done.
+    pub async fn drain(&self, limit: Duration) -> bool {
+        let _gone = self.events.send(crate::plan::Event::Drain).await;
+        let mut drained = self.drained.clone();
+        let done = tokio::time::timeout(limit, drained.wait_for(|drained| *drained)).await.is_ok();
+        self.world.committer.committed(self.world.committer.submitted()).await;
+        self.log.close();
+        self.journal.clone().close().await;
+        if done {
+            self.remove_cgroups().await;
+        }
+        done
+    }
+
+    /// Ends every process of every branch at once. Leases keep their data.
+    pub async fn kill_all(&self) {
+        let nothing_kept = BTreeMap::new();
+        if let Err(error) = boot::clear_cgroups(&self.world, &self.cgroups, &nothing_kept).await {
+            tracing::warn!(%error, "not all processes could be ended");
+        }
+        self.remove_cgroups().await;
+    }
+
+    async fn remove_cgroups(&self) {
+        let cgroups = self.cgroups.clone();
+        let removed = steps::blocking(move || {
+            for name in cgroups.names()? {
+                cgroups.group(&name)?.remove()?;
+            }
+            cgroups.remove()
+        });
+        match removed.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(error = crate::postgres::chain(&error), "cgroups stay behind"),
+            Err(error) => tracing::warn!(error, "cgroups stay behind"),
+        }
+    }
+
+    /// Shown as the node's condition `Manifests`.
+    pub fn report_manifests(&self, problem: Option<String>) {
+        *self.manifests.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+
+    /// Counts the generations of a pool that no API server counts: up with each change.
+    pub fn with_generation(&self, uid: &PoolUid, mut desired: DesiredPool) -> DesiredPool {
+        let known = self.log.known_pool(uid.as_str()).map_or(0, |pool| pool.observed_generation);
+        let unchanged = self.world.applied(uid).is_some_and(|spec| spec == desired.spec);
+        desired.generation = if unchanged { known } else { known + 1 };
+        desired
+    }
+
+    async fn ask(
+        &self,
+        command: Command,
+        settings: Option<Arc<desired::Settings>>,
+    ) -> Option<Result<Box<crate::plan::Answer>, crate::plan::Refusal>> {
+        actor::ask(&self.commands, command, settings).await
+    }
+
+    /// The supervisor is gone, and with it every start of a server.
+    pub async fn supervisor_lost(&self) {
+        self.world.supervisor.closed().await;
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
+    steps::blocking(work).await.map_err(|message| Error::Interrupted { message })
+}
+
+/// Settings of the pools that the journal knows, so that leases can be served before anybody sends
+/// the pools again.
+fn restore_settings(world: &World, facts: &Facts, records: &Records, default_concurrency: u32) {
+    let abilities = desired::Abilities {
+        user_per_branch: facts.isolation.user_per_branch,
+        default_concurrency,
+        majors: &facts.postgres_majors,
+    };
+    for (uid, record) in &records.pools {
+        let desired = serde_json::from_value(record.body.clone());
+        let Ok(desired) = desired else {
+            tracing::error!(pool = %uid, "the journal's record of the pool cannot be read; apply the pool again");
+            continue;
+        };
+        match desired::convert(uid, &desired, abilities) {
+            Ok((spec, settings)) => {
+                if let Err(error) = build::write_auth(&world.layout, uid, &spec.role) {
+                    tracing::error!(pool = %uid, %error, "the files that say who may connect could not be written");
+                }
+                world.set_settings(uid.clone(), Arc::new(settings));
+            }
+            Err(problem) => {
+                tracing::error!(pool = %uid, %problem, "the pool is no longer valid on this node; apply it again");
+            }
+        }
+    }
+}
+
+/// Which walls this node can put between branches.
+async fn isolation(config: &Config, cgroups: &Base) -> Result<(Isolation, IsolationReport), Error> {
+    let root = config.layout.mounts();
+    let missing = blocking(move || probe::missing_isolation(&root)).await?;
+    let lacks = |feature: Feature| missing.iter().any(|missing| missing.feature == feature);
+    let user_per_branch = !lacks(Feature::IdMappedMounts);
+    let landlock = !lacks(Feature::LandlockPaths);
+    let complete = landlock && !lacks(Feature::LandlockTcp) && !lacks(Feature::LandlockScopes);
+    let isolation = Isolation {
+        ipc_namespace: !lacks(Feature::IpcNamespace),
+        network_namespace: !lacks(Feature::NetworkNamespace),
+        landlock,
+        outbound: false,
+    };
+    let level = match (user_per_branch, isolation.ipc_namespace && isolation.network_namespace, complete) {
+        (true, true, true) => "Full",
+        (true, true, false) => "NoLandlock",
+        (true, false, _) => "SharedNamespaces",
+        (false, _, _) => "SharedUser",
+    };
+    let mut reasons: Vec<String> = missing.into_iter().map(|missing| missing.reason).collect();
+    reasons.extend(cgroups.missing().iter().map(|controller| {
+        format!("the cgroup controller {} is not available, so its limits are not in force", controller.name())
+    }));
+    let report = IsolationReport {
+        level: level.to_owned(),
+        cgroup: cgroups.kind().to_owned(),
+        user_per_branch,
+        ipc_namespace: isolation.ipc_namespace,
+        network_namespace: isolation.network_namespace,
+        landlock_abi: if landlock { branchpool_sys::sandbox::probe().unwrap_or(0) } else { 0 },
+        missing: reasons,
+    };
+    Ok((isolation, report))
+}

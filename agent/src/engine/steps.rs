@@ -1,0 +1,380 @@
+//! The steps of a branch's life up to its hand-over: snapshot, start, preconnect, hand over; and the
+//! restart of a leased server.
+
+use std::{fs, io, os::unix::fs::PermissionsExt, path::Path, sync::Arc, time::Duration};
+
+use branchpool_supervisor::protocol::{IdMount, User};
+use rustix::fs::{Gid, Uid};
+use tokio::{sync::oneshot, time::timeout};
+
+use super::{
+    desired::Settings,
+    world::{Runtime, World},
+};
+use crate::{
+    plan::{Event, Failure, PoolUid, Preconnect, Slot},
+    postgres::{
+        config::{self, Control, Phase, Profile},
+        sandbox::Isolation,
+        server::{self, Launch, Server},
+        session::{Session, Startup},
+    },
+    storage::ids::BranchId,
+};
+
+/// Share of the CPU of a branch that warms, against 100 of one that is leased: moderately lower,
+/// for a very low one would hold the locks that others wait for.
+const WARMING_WEIGHT: u32 = 50;
+const LEASED_WEIGHT: u32 = 100;
+/// A restart may have to recover.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
+const SESSION_TIMEOUT: Duration = Duration::from_secs(10);
+
+fn failure(reason: &str, message: impl Into<String>) -> Failure {
+    Failure { reason: reason.to_owned(), message: message.into() }
+}
+
+/// Runs what blocks, apart from what must not.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| format!("it ended abnormally: {error}"))
+}
+
+/// What the journal has to hold first is `committed`.
+pub(super) async fn snapshot(
+    world: &Arc<World>,
+    id: BranchId,
+    pool: PoolUid,
+    generation: u64,
+    committed: u64,
+    limit: Duration,
+) -> Result<(), Failure> {
+    world.committer.committed(committed).await;
+    let runtime = world.runtime(id);
+    let branches = world.branches.clone();
+    // The guard goes along, so that a snapshot that is given up for its time keeps others away.
+    let guard = runtime.lock_owned().await;
+    let work = blocking(move || {
+        let result = branches.snapshot(&pool, generation, &id);
+        drop(guard);
+        result
+    });
+    match timeout(limit, work).await {
+        Ok(Ok(Ok(_))) => Ok(()),
+        Ok(Ok(Err(error))) => Err(failure("SnapshotFailed", error.to_string())),
+        Ok(Err(error)) => Err(failure("SnapshotFailed", error)),
+        Err(_) => Err(failure("SnapshotFailed", format!(
+            "the snapshot was not made within {} s; is the disk overloaded?", limit.as_secs()
+        ))),
+    }
+}
+
+/// Starts the server of a fresh branch.
+pub(super) async fn start(
+    world: &Arc<World>,
+    id: BranchId,
+    slot: Slot,
+    generation: u64,
+    pool: &PoolUid,
+    limit: Duration,
+) -> Result<(), Failure> {
+    let runtime = world.runtime(id);
+    let mut runtime = runtime.lock().await;
+    launch(world, &mut runtime, id, slot, generation, pool, Phase::Warming, limit).await
+}
+
+/// Starts the server of a leased branch again, after all that ran on its data is gone.
+pub(super) async fn restart(
+    world: &Arc<World>,
+    id: BranchId,
+    slot: Slot,
+    generation: u64,
+    pool: &PoolUid,
+    committed: u64,
+) -> Result<(), Failure> {
+    world.committer.committed(committed).await;
+    let runtime = world.runtime(id);
+    let mut runtime = runtime.lock().await;
+    if let Some(watch) = runtime.exit_watch.take() {
+        watch.abort();
+    }
+    runtime.server = None;
+    let group = world.slot_group(slot).map_err(|error| failure("StartFailed", chain(&error)))?;
+    server::kill_group(&group).await.map_err(|error| {
+        failure("StartFailed", format!(
+            "processes of the old server are still there, so a new one is not started on their data: {}",
+            chain(&error)
+        ))
+    })?;
+    let phase = Phase::HandedOver;
+    launch(world, &mut runtime, id, slot, generation, pool, phase, RESTART_TIMEOUT).await
+}
+
+#[expect(clippy::too_many_arguments, reason = "a server needs all of these to start")]
+async fn launch(
+    world: &Arc<World>,
+    runtime: &mut Runtime,
+    id: BranchId,
+    slot: Slot,
+    generation: u64,
+    pool: &PoolUid,
+    phase: Phase,
+    limit: Duration,
+) -> Result<(), Failure> {
+    let started = std::time::Instant::now();
+    let settings = world.settings(pool).ok_or_else(|| {
+        failure("StartFailed", format!("the settings of pool {pool} are not known any more"))
+    })?;
+    let text = render(world, &settings, pool, generation, phase)?;
+    let user = slot_user(world, slot);
+    let layout = world.layout.clone();
+    let mount = world.user_per_branch.then(|| IdMount {
+        source: layout.branch(&id),
+        target: layout.slot_mount(slot.0),
+        on_disk: disk_user(world),
+        inside: user,
+    });
+    let target = mount.as_ref().map(|mount| mount.target.clone());
+    let prepared = blocking(move || prepare(&layout, id, target.as_deref(), user, &text)).await;
+    prepared
+        .and_then(|result| result.map_err(|error| error.to_string()))
+        .map_err(|error| failure("StartFailed", format!("its run directory could not be made: {error}")))?;
+
+    let group = world.slot_group(slot).map_err(|error| failure("StartFailed", chain(&error)))?;
+    let weight = if phase == Phase::Warming { WARMING_WEIGHT } else { LEASED_WEIGHT };
+    group
+        .set_limits(settings.limits)
+        .and_then(|()| group.set_cpu_weight(weight))
+        .map_err(|error| failure("StartFailed", chain(&error)))?;
+    let installation = world
+        .installations
+        .iter()
+        .find(|installation| installation.major == settings.major)
+        .ok_or_else(|| {
+            let major = settings.major;
+            failure("StartFailed", format!("Postgres {major} is not installed on this node any more"))
+        })?;
+    let layout = &world.layout;
+    let launch = Launch {
+        installation,
+        control: Control {
+            data_dir: mount.as_ref().map_or_else(|| layout.branch(&id), |mount| mount.target.clone()),
+            config_file: layout.branch_config(&id),
+            hba_file: layout.auth().join(format!("{pool}.hba")),
+            ident_file: layout.auth().join(format!("{pool}.ident")),
+            socket_dir: layout.branch_socket_dir(&id),
+            tuning: settings.tuning,
+            ipc_namespace: world.isolation.ipc_namespace,
+        },
+        overrides: Vec::new(),
+        mount,
+        user,
+        group: &group,
+        isolation: Isolation { outbound: settings.outbound, ..world.isolation },
+        log: &layout.log(id.as_str()),
+        timeout: limit,
+    };
+    let server = server::start(&world.supervisor, &world.watcher, launch)
+        .await
+        .map_err(|error| failure("StartFailed", error.to_string()))?;
+    watch_exit(world, runtime, id, server);
+    world.metrics.start.observe(started.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// Tells the core when the server ends by itself.
+pub(super) fn watch_exit(world: &Arc<World>, runtime: &mut Runtime, id: BranchId, server: Server) {
+    let (watched, world) = (server.clone(), Arc::clone(world));
+    runtime.exit_watch = Some(tokio::spawn(async move {
+        let detail = match watched.ended().await {
+            Ok(()) => format!("process {} is gone", watched.pid),
+            Err(error) => error.to_string(),
+        };
+        world.tell(Event::ServerExited { branch: id, detail }).await;
+    }));
+    runtime.server = Some(server);
+}
+
+pub(super) fn slot_user(world: &World, slot: Slot) -> User {
+    if world.user_per_branch {
+        let id = world.uid_base + slot.0;
+        User { uid: id, gid: id }
+    } else {
+        disk_user(world)
+    }
+}
+
+fn disk_user(world: &World) -> User {
+    User { uid: world.disk_user.uid, gid: world.disk_user.gid }
+}
+
+fn render(
+    world: &World,
+    settings: &Settings,
+    pool: &PoolUid,
+    generation: u64,
+    phase: Phase,
+) -> Result<String, Failure> {
+    let facts = world.image(pool, generation).ok_or_else(|| {
+        failure("StartFailed", format!("the golden image {generation} of pool {pool} is not known any more"))
+    })?;
+    let profile = Profile {
+        tuning: settings.tuning,
+        parameters: settings.parameters.clone(),
+        carried_over: facts.carried_over.clone(),
+        preload_libraries: facts.shared_preload_libraries.clone(),
+    };
+    Ok(config::render(&profile, phase))
+}
+
+/// Directories and files of a server outside its data: readable by it, writable by the agent only,
+/// but for the socket's directory.
+fn prepare(
+    layout: &crate::storage::Layout,
+    id: BranchId,
+    mount_target: Option<&Path>,
+    user: User,
+    config: &str,
+) -> io::Result<()> {
+    let run = layout.branch_run(&id);
+    make_dir(&run, 0o711)?;
+    let sockets = layout.branch_socket_dir(&id);
+    // An earlier server that was killed left its socket and lock file.
+    match fs::remove_dir_all(&sockets) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => make_dir(&sockets, 0o700)?,
+    }
+    rustix::fs::chown(&sockets, Some(Uid::from_raw(user.uid)), Some(Gid::from_raw(user.gid)))?;
+    if let Some(target) = mount_target {
+        make_dir(target, 0o711)?;
+    }
+    write_config(layout, id, config)
+}
+
+fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        Err(_) => return Ok(()),
+        Ok(()) => {}
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+}
+
+/// By rename: a server that reads it meanwhile sees the old or the new one.
+fn write_config(layout: &crate::storage::Layout, id: BranchId, text: &str) -> io::Result<()> {
+    let path = layout.branch_config(&id);
+    let new = path.with_extension("new");
+    fs::write(&new, text)?;
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
+    fs::rename(&new, &path)
+}
+
+/// Opens the session that waits for the first client, and proves that it answers.
+pub(super) async fn preconnect(
+    world: &Arc<World>,
+    id: BranchId,
+    pool: &PoolUid,
+    limit: Duration,
+) -> Result<(), Failure> {
+    let started = std::time::Instant::now();
+    let runtime = world.runtime(id);
+    let mut runtime = runtime.lock().await;
+    let session = timeout(limit.min(SESSION_TIMEOUT), connect(world, id, pool))
+        .await
+        .map_err(|_| failure("PreconnectFailed", "its server did not answer the first session in time"))?
+        .map_err(|error| failure("PreconnectFailed", error))?;
+    runtime.session = Some(hold(world, id, session));
+    world.metrics.preconnect.observe(started.elapsed().as_secs_f64());
+    Ok(())
+}
+
+async fn connect(world: &World, id: BranchId, pool: &PoolUid) -> Result<Session, String> {
+    let settings =
+        world.settings(pool).ok_or_else(|| format!("pool {pool} is not known any more"))?;
+    let startup = Startup {
+        user: settings.role.clone(),
+        database: settings.database.clone(),
+        parameters: Vec::new(),
+    };
+    let mut session = Session::open(&world.layout.branch_socket_dir(&id), startup)
+        .await
+        .map_err(|error| error.to_string())?;
+    // A setting of the image must not cut what waits.
+    session
+        .execute("SET idle_session_timeout = 0")
+        .await
+        .map_err(|error| error.to_string())?;
+    let one = session.query_one("SELECT 1").await.map_err(|error| error.to_string())?;
+    if one.as_deref() == Some("1") {
+        Ok(session)
+    } else {
+        Err(format!("SELECT 1 was answered with {one:?}"))
+    }
+}
+
+/// Keeps a session until it is asked for or ends by itself.
+fn hold(world: &Arc<World>, id: BranchId, mut session: Session) -> oneshot::Sender<()> {
+    let (close, closed) = oneshot::channel();
+    let world = Arc::clone(world);
+    tokio::spawn(async move {
+        tokio::select! {
+            error = session.closed() => {
+                tracing::warn!(branch = %id, %error, "the preconnected session ended");
+                world.tell(Event::SessionClosed { branch: id }).await;
+            }
+            _ = closed => session.terminate().await,
+        }
+    });
+    close
+}
+
+/// Makes the branch its holder's. Without a gateway the session cannot be passed on, and it would
+/// be in the way of DROP DATABASE, so it ends; what it warmed stays.
+pub(super) async fn hand_over(
+    world: &Arc<World>,
+    id: BranchId,
+    slot: Slot,
+    generation: u64,
+    pool: &PoolUid,
+) {
+    let runtime = world.runtime(id);
+    let mut runtime = runtime.lock().await;
+    runtime.session = None;
+    let Some(server) = runtime.server.clone() else { return };
+    let weight = world.slot_group(slot).and_then(|group| group.set_cpu_weight(LEASED_WEIGHT));
+    if let Err(error) = weight {
+        tracing::warn!(branch = %id, error = chain(&error), "the leased branch keeps its lower CPU weight");
+    }
+    let settings = world.settings(pool);
+    let text = settings
+        .as_ref()
+        .ok_or_else(|| format!("pool {pool} is not known any more"))
+        .and_then(|settings| {
+            render(world, settings, pool, generation, Phase::HandedOver)
+                .map_err(|failure| failure.message)
+        });
+    let layout = world.layout.clone();
+    let written = match text {
+        Ok(text) => blocking(move || write_config(&layout, id, &text))
+            .await
+            .and_then(|result| result.map_err(|error| error.to_string())),
+        Err(error) => Err(error),
+    };
+    let reloaded = written.and_then(|()| server.reload().map_err(|error| error.to_string()));
+    if let Err(error) = reloaded {
+        tracing::warn!(branch = %id, %error, "the leased branch keeps the settings of a warming one");
+    }
+    if settings.is_some_and(|settings| settings.preconnect == Preconnect::OnLease) {
+        match timeout(SESSION_TIMEOUT, connect(world, id, pool)).await {
+            Ok(Ok(session)) => session.terminate().await,
+            Ok(Err(error)) => tracing::warn!(branch = %id, %error, "no session at hand-over"),
+            Err(_) => tracing::warn!(branch = %id, "no session at hand-over in time"),
+        }
+    }
+}
+
+/// An error with all its causes on one line.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    crate::postgres::chain(error)
+}

@@ -1,0 +1,296 @@
+//! The start: what the journal says, what is there, and what follows.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use branchpool_agent_api::{LeasePhase, Quarantined};
+use rand::rngs::StdRng;
+
+use super::{
+    After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState,
+    Limits, Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode, node::Effects,
+};
+use crate::storage::ids::{BranchId, NodeKey};
+
+/// A subvolume found among the branches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ObservedBranch {
+    /// A server runs on it: it is in the cgroup of the slot that the journal gives the branch, and
+    /// the pid file of the data directory names it.
+    pub running: bool,
+    /// That pid file says `ready`.
+    pub ready: bool,
+}
+
+/// What was found on the node.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    pub branches: BTreeMap<BranchId, ObservedBranch>,
+    pub tombstones: BTreeSet<BranchId>,
+    /// Sealed images that are there, by pool and generation.
+    pub golden: BTreeSet<(PoolUid, u64)>,
+    /// Everything else in our directories.
+    pub strays: Vec<Quarantined>,
+    /// The node was started anew since the journal was last written.
+    pub rebooted: bool,
+}
+
+impl Node {
+    /// Rebuilds the node from journal and observation. Nothing is handed out twice, leased branches
+    /// go on, and what nobody recorded is named, not touched.
+    pub fn adopt(
+        limits: Limits,
+        key: NodeKey,
+        rng: StdRng,
+        records: Records,
+        observed: Observed,
+        now: Now,
+    ) -> (Self, Effects) {
+        let mut node = Self::new(limits, key, rng);
+        let mut effects = Effects::default();
+        node.epoch = records.epoch;
+        node.strays.clone_from(&observed.strays);
+        node.restore_pools(&records, &observed, &mut effects);
+        for (uid, record) in &records.leases {
+            node.leases
+                .insert(uid.clone(), LeaseState::restore(record.clone(), now));
+        }
+        for (id, record) in records.branches {
+            node.adopt_branch(id, record, &observed, now, &mut effects);
+        }
+        node.adopt_unrecorded(&observed);
+        node.settle_leases(now, &mut effects);
+        for id in observed.tombstones {
+            node.trash.add(id, None, 0, now.mono);
+        }
+        node.advance(now, &mut effects);
+        (node, effects)
+    }
+
+    fn restore_pools(&mut self, records: &Records, observed: &Observed, effects: &mut Effects) {
+        for (uid, record) in &records.pools {
+            let mut pool = Pool::new(record.spec.clone(), record.body.clone());
+            pool.removed = record.removed;
+            pool.mixed = true;
+            self.pools.insert(uid.clone(), pool);
+        }
+        for ((uid, number), record) in &records.generations {
+            let there = observed.golden.contains(&(uid.clone(), *number));
+            let Some(pool) = self.pools.get_mut(uid) else {
+                continue;
+            };
+            pool.last_generation = pool.last_generation.max(*number);
+            match &record.image {
+                Some(image) if there => {
+                    let state = GenerationState::Sealed(image.clone());
+                    let image_key = record.image_key.clone();
+                    pool.generations.insert(
+                        *number,
+                        Generation {
+                            number: *number,
+                            image_key,
+                            state,
+                        },
+                    );
+                }
+                // A build that did not end, or an image that is gone.
+                _ => effects.journal(Entry::GenerationGone(uid.clone(), *number)),
+            }
+        }
+    }
+
+    fn adopt_branch(
+        &mut self,
+        id: BranchId,
+        record: BranchRecord,
+        observed: &Observed,
+        now: Now,
+        effects: &mut Effects,
+    ) {
+        self.next_serial = self.next_serial.max(record.serial + 1);
+        let seen = observed.branches.get(&id).copied();
+        // Moved into the trash before the record was dropped, or never made.
+        let Some(seen) = seen else {
+            self.lose_branch(id, &record, "BranchMissing", now, effects);
+            effects.journal(Entry::BranchGone(id));
+            return;
+        };
+        if !self.pools.contains_key(&record.pool) {
+            self.strays.push(Quarantined {
+                path: id.to_string(),
+                reason: "PoolUnknown".to_owned(),
+                message: format!(
+                    "branch {id} belongs to pool {}, which the journal does not know",
+                    record.pool
+                ),
+            });
+            return;
+        }
+        let stopping = State::Stopping {
+            after: After::Trash,
+            mode: StopMode::Immediate,
+            due: now.mono,
+            working: false,
+            failures: 0,
+        };
+        let state = match &record.stage {
+            Stage::Warming if seen.running && seen.ready && !observed.rebooted => State::Started,
+            Stage::Warming | Stage::Stopping => stopping,
+            Stage::Quarantined { reason, message } => State::Quarantined(Failure {
+                reason: reason.clone(),
+                message: message.clone(),
+            }),
+            Stage::Leased { lease, parked } => {
+                let durable = self
+                    .pools
+                    .get(&record.pool)
+                    .is_some_and(|pool| pool.spec.durable);
+                if observed.rebooted && !durable && !parked {
+                    self.lose_branch(id, &record, "NodeRebooted", now, effects);
+                    stopping
+                } else if seen.running {
+                    if *parked {
+                        let stage = Stage::Leased {
+                            lease: lease.clone(),
+                            parked: false,
+                        };
+                        effects.journal(Entry::Branch(
+                            id,
+                            BranchRecord {
+                                stage,
+                                ..record.clone()
+                            },
+                        ));
+                    }
+                    State::Leased {
+                        lease: lease.clone(),
+                        server: Server::Running,
+                    }
+                } else {
+                    let server = Server::Down {
+                        failures: 0,
+                        retry_at: now.mono,
+                    };
+                    State::Leased {
+                        lease: lease.clone(),
+                        server,
+                    }
+                }
+            }
+        };
+        self.take_slot(record.slot);
+        if let Some(pool) = self.pools.get_mut(&record.pool) {
+            pool.enter(id, record.serial, &state);
+        }
+        self.branches.insert(
+            id,
+            Branch {
+                id,
+                pool: record.pool,
+                generation: record.generation,
+                settings_key: record.settings_key,
+                slot: record.slot,
+                endpoint: record.endpoint,
+                serial: record.serial,
+                created: now.mono,
+                state,
+                retire: None,
+            },
+        );
+    }
+
+    fn take_slot(&mut self, slot: Slot) {
+        self.free_slots.remove(&slot);
+    }
+
+    /// Ends the lease of a branch that cannot serve it any more.
+    fn lose_branch(
+        &mut self,
+        id: BranchId,
+        record: &BranchRecord,
+        reason: &'static str,
+        now: Now,
+        effects: &mut Effects,
+    ) {
+        let Stage::Leased { lease, .. } = &record.stage else {
+            return;
+        };
+        let held = self
+            .leases
+            .get(lease)
+            .is_some_and(|l| l.is_bound() && l.branch == id);
+        if held {
+            let message = match reason {
+                "NodeRebooted" => {
+                    "the node was started anew, and data written without fsync is not to be trusted; lease again"
+                }
+                _ => "the branch's data is no longer on the node; lease again",
+            };
+            let why = Some((reason, message.to_owned()));
+            self.end_lease(lease, LeasePhase::Lost, why, now, effects);
+        }
+    }
+
+    /// Branches on disk that no record names.
+    fn adopt_unrecorded(&mut self, observed: &Observed) {
+        for id in observed.branches.keys() {
+            let known = self.branches.contains_key(id)
+                || self.strays.iter().any(|stray| stray.path == id.to_string());
+            if known {
+                continue;
+            }
+            self.strays.push(Quarantined {
+                path: id.to_string(),
+                reason: "Unrecorded".to_owned(),
+                message: format!(
+                    "branch {id} is on disk, but not in the journal; delete its subvolume by hand if nothing needs it"
+                ),
+            });
+        }
+    }
+
+    /// Every bound lease has its branch and every leased branch its lease.
+    fn settle_leases(&mut self, now: Now, effects: &mut Effects) {
+        let uids: Vec<_> = self.leases.keys().cloned().collect();
+        for uid in uids {
+            let Some(lease) = self.leases.get(&uid) else {
+                continue;
+            };
+            if !lease.is_bound() {
+                let forget_at = lease.forget_at.unwrap_or(now.mono);
+                self.lease_times.insert((forget_at, uid));
+                continue;
+            }
+            let serves = self.branches.get(&lease.branch).is_some_and(
+                |branch| matches!(&branch.state, State::Leased { lease, .. } if *lease == uid),
+            );
+            if serves {
+                self.lease_times.insert((lease.deadline, uid.clone()));
+                effects.link(lease.endpoint, lease.branch);
+                if let Some(branch) = self.branches.get_mut(&lease.branch) {
+                    branch.endpoint = lease.endpoint;
+                }
+            } else {
+                let why = Some((
+                    "BranchMissing",
+                    "the branch's data is no longer on the node; lease again".to_owned(),
+                ));
+                self.end_lease(&uid, LeasePhase::Lost, why, now, effects);
+            }
+        }
+        let orphans: Vec<BranchId> = self
+            .branches
+            .values()
+            .filter(|branch| match &branch.state {
+                State::Leased { lease, .. } => !self
+                    .leases
+                    .get(lease)
+                    .is_some_and(|l| l.is_bound() && l.branch == branch.id),
+                _ => false,
+            })
+            .map(|branch| branch.id)
+            .collect();
+        for id in orphans {
+            self.retire(id, After::Trash, StopMode::Immediate, now, effects);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A branch and its life: `Snapshotting → Starting → Preconnecting → Ready → Leased → Stopping →
+//! tombstone → gone`, from any step to `Quarantined`.
+
+use super::{BranchRecord, LeaseUid, Millis, PoolUid, Slot, Stage, StopMode};
+use crate::storage::ids::{BranchId, EndpointId};
+
+/// Why a step failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// CamelCase word for programs.
+    pub reason: String,
+    /// What failed, with what, and what to do.
+    pub message: String,
+}
+
+/// What becomes of a branch once its server is down.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum After {
+    /// It is renamed into the trash.
+    Trash,
+    /// It stays where it is, for people to look at.
+    Quarantine(Failure),
+    /// It is leased and waits for the agent's next start.
+    Park,
+}
+
+/// The server behind a leased branch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Server {
+    Running,
+    /// Down; the next attempt is due at the time given.
+    Down {
+        failures: u32,
+        retry_at: Millis,
+    },
+    Restarting {
+        failures: u32,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    Snapshotting,
+    /// On disk, waits for its start.
+    Snapshotted,
+    Starting,
+    /// Running, waits for its session.
+    Started,
+    Preconnecting,
+    Ready,
+    Leased {
+        lease: LeaseUid,
+        server: Server,
+    },
+    /// Waits for a cleanup worker until `due`, or has one.
+    Stopping {
+        after: After,
+        mode: StopMode,
+        due: Millis,
+        working: bool,
+        failures: u32,
+    },
+    /// Its server was stopped cleanly for a restart of the agent.
+    Parked {
+        lease: LeaseUid,
+    },
+    Quarantined(Failure),
+}
+
+/// One branch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Branch {
+    pub id: BranchId,
+    pub pool: PoolUid,
+    /// Golden image it was made from.
+    pub generation: u64,
+    /// Settings that its server was started with.
+    pub settings_key: String,
+    pub slot: Slot,
+    /// The address it is handed out under.
+    pub endpoint: EndpointId,
+    /// Order of creation on this node: the oldest ready branch goes first.
+    pub serial: u64,
+    pub created: Millis,
+    pub state: State,
+    /// What it is to become when the step under way ends.
+    pub(super) retire: Option<(After, StopMode)>,
+}
+
+impl Branch {
+    /// In the making: counts against the deficit.
+    pub fn is_warming(&self) -> bool {
+        matches!(
+            self.state,
+            State::Snapshotting
+                | State::Snapshotted
+                | State::Starting
+                | State::Started
+                | State::Preconnecting
+        )
+    }
+
+    /// An action for it is under way, so it must not be touched until that ends.
+    pub(super) fn is_busy(&self) -> bool {
+        match &self.state {
+            State::Snapshotting | State::Starting | State::Preconnecting => true,
+            State::Leased { server, .. } => matches!(server, Server::Restarting { .. }),
+            State::Stopping { working, .. } => *working,
+            _ => false,
+        }
+    }
+
+    /// As the journal has it.
+    pub fn record(&self) -> BranchRecord {
+        let stage = match &self.state {
+            State::Snapshotting
+            | State::Snapshotted
+            | State::Starting
+            | State::Started
+            | State::Preconnecting
+            | State::Ready => Stage::Warming,
+            State::Leased { lease, .. } => Stage::Leased {
+                lease: lease.clone(),
+                parked: false,
+            },
+            State::Parked { lease } => Stage::Leased {
+                lease: lease.clone(),
+                parked: true,
+            },
+            State::Stopping { .. } => Stage::Stopping,
+            State::Quarantined(failure) => Stage::Quarantined {
+                reason: failure.reason.clone(),
+                message: failure.message.clone(),
+            },
+        };
+        BranchRecord {
+            pool: self.pool.clone(),
+            generation: self.generation,
+            settings_key: self.settings_key.clone(),
+            slot: self.slot,
+            endpoint: self.endpoint,
+            serial: self.serial,
+            stage,
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! A lease as the agent knows it.
+
+use branchpool_agent_api::{Lease, LeasePhase, PoolName};
+
+use super::{LeaseRecord, Millis, Now, PoolUid};
+use crate::storage::ids::{BranchId, EndpointId};
+
+/// One lease. Wall-clock fields are milliseconds since the Unix epoch, for people and the journal;
+/// `deadline` is what expiry goes by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseState {
+    pub pool: PoolUid,
+    pub pool_name: PoolName,
+    pub branch: BranchId,
+    pub endpoint: EndpointId,
+    pub generation: u64,
+    pub database: String,
+    pub role: String,
+    pub holder: Option<String>,
+    pub bound_at: u64,
+    pub expires_at: u64,
+    pub deadline: Millis,
+    /// Monotonic time that no renewal goes beyond.
+    pub end_of_life: Millis,
+    pub phase: LeasePhase,
+    pub reason: Option<String>,
+    pub message: Option<String>,
+    pub reset_token: Option<String>,
+    pub restarts: u32,
+    /// When a finished lease is forgotten.
+    pub forget_at: Option<Millis>,
+}
+
+impl LeaseState {
+    pub fn is_bound(&self) -> bool {
+        self.phase == LeasePhase::Bound
+    }
+
+    /// As the journal has it: monotonic times become wall-clock ones.
+    pub fn record(&self, now: Now) -> LeaseRecord {
+        let wall = |mono: Millis| now.wall.saturating_add(mono.saturating_sub(now.mono));
+        LeaseRecord {
+            pool: self.pool.clone(),
+            pool_name: self.pool_name.clone(),
+            branch: self.branch,
+            endpoint: self.endpoint,
+            generation: self.generation,
+            database: self.database.clone(),
+            role: self.role.clone(),
+            holder: self.holder.clone(),
+            bound_at: self.bound_at,
+            expires_at: self.expires_at,
+            end_of_life_at: wall(self.end_of_life),
+            phase: self.phase,
+            reason: self.reason.clone(),
+            message: self.message.clone(),
+            reset_token: self.reset_token.clone(),
+            restarts: self.restarts,
+            forget_at: self.forget_at.map(wall),
+        }
+    }
+
+    /// From the journal: what is left of each span counts on from now.
+    pub fn restore(record: LeaseRecord, now: Now) -> Self {
+        let mono = |wall: u64| now.mono.saturating_add(wall.saturating_sub(now.wall));
+        Self {
+            deadline: mono(record.expires_at),
+            end_of_life: mono(record.end_of_life_at),
+            forget_at: record.forget_at.map(mono),
+            pool: record.pool,
+            pool_name: record.pool_name,
+            branch: record.branch,
+            endpoint: record.endpoint,
+            generation: record.generation,
+            database: record.database,
+            role: record.role,
+            holder: record.holder,
+            bound_at: record.bound_at,
+            expires_at: record.expires_at,
+            phase: record.phase,
+            reason: record.reason,
+            message: record.message,
+            reset_token: record.reset_token,
+            restarts: record.restarts,
+        }
+    }
+
+    /// As the API shows it; `host` is the directory that the endpoint's socket is reached through.
+    pub fn view(&self, uid: &str, host: &str) -> Lease {
+        let (database, user) = (&self.database, &self.role);
+        Lease {
+            uid: uid.to_owned(),
+            pool: self.pool_name.clone(),
+            pool_uid: self.pool.to_string(),
+            phase: self.phase,
+            reason: self.reason.clone(),
+            message: self.message.clone(),
+            branch: self.branch.to_string(),
+            endpoint: self.endpoint.to_string(),
+            generation: self.generation,
+            uri: format!(
+                "postgresql://{}@/{}?host={}",
+                escape(user),
+                escape(database),
+                escape(host)
+            ),
+            host: host.to_owned(),
+            port: 5432,
+            database: database.clone(),
+            user: user.clone(),
+            holder: self.holder.clone(),
+            bound_at: self.bound_at,
+            expires_at: self.expires_at,
+            observed_reset_token: self.reset_token.clone(),
+            restarts: self.restarts,
+        }
+    }
+}
+
+/// Percent-encodes all but unreserved characters and `/`, as libpq decodes it.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                escaped.push(char::from(byte));
+            }
+            _ => escaped.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn names_are_escaped_in_the_address() {
+        assert_eq!(super::escape("a b/c@é"), "a%20b/c%40%C3%A9");
+    }
+}

@@ -1,0 +1,86 @@
+//! Checks made before anything else, so that what a node lacks is said in one sentence.
+
+pub mod filesystem;
+pub(crate) mod mountinfo;
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
+
+use snafu::Snafu;
+
+use crate::postgres::installation::{self, Installation, OsUser};
+
+/// sysexits.h: a service that is needed is not there.
+const UNAVAILABLE: u8 = 69;
+/// sysexits.h: no permission.
+const NO_PERMISSION: u8 = 77;
+/// sysexits.h: what was configured cannot work.
+const CONFIG: u8 = 78;
+
+#[derive(Debug, Snafu)]
+pub enum Error {
+    #[snafu(display("{source}"), context(false))]
+    Filesystem { source: filesystem::Error },
+    #[snafu(display("the agent runs as an ordinary user; run it as root: it makes snapshots, mounts and cgroups"))]
+    NotRoot,
+    #[snafu(display("{source}"), context(false))]
+    Postgres { source: installation::Error },
+    #[snafu(display(
+        "no Postgres server programs were found; install the Debian package postgresql-15, or name their directory with --postgres-bindir"
+    ))]
+    NoPostgres,
+}
+
+impl Error {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Filesystem { source } => source.exit_code(),
+            Self::NotRoot => NO_PERMISSION,
+            Self::Postgres { .. } => CONFIG,
+            Self::NoPostgres => UNAVAILABLE,
+        }
+    }
+}
+
+/// What a node has.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub filesystem: filesystem::Report,
+    /// Newest major first; at least one.
+    pub installations: Vec<Installation>,
+    pub disk_user: OsUser,
+    /// What works, but not well.
+    pub warnings: Vec<String>,
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(formatter, "kernel      {}", self.filesystem.kernel)?;
+        writeln!(formatter, "filesystem  btrfs, {}", self.filesystem.mount_options.join(","))?;
+        for found in &self.installations {
+            writeln!(formatter, "postgres    {} in {}", found.version, found.bindir.display())?;
+        }
+        write!(formatter, "disk user   {} ({})", self.disk_user.name, self.disk_user.uid)?;
+        for warning in &self.warnings {
+            write!(formatter, "\nwarning     {warning}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks privileges, the filesystem of `root`, Postgres and the OS user. Blocks.
+pub fn check(root: &Path, postgres_bindirs: &[PathBuf], postgres_user: &str) -> Result<Found, Error> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(Error::NotRoot);
+    }
+    let filesystem = filesystem::check(root)?;
+    let installations = installation::find(postgres_bindirs)?;
+    if installations.is_empty() {
+        return Err(Error::NoPostgres);
+    }
+    let disk_user = installation::disk_user(postgres_user)?;
+    let warnings = filesystem.warnings.iter().map(ToString::to_string).collect();
+    Ok(Found { filesystem, installations, disk_user, warnings })
+}

@@ -1,0 +1,243 @@
+//! The agent below its supervisor: preflight, engine, API, and an orderly end.
+
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    thread::available_parallelism,
+    time::Duration,
+};
+
+use branchpool_agent::{
+    cli::{Common, LogFormat, Run, Standalone},
+    engine::{self, Config, Engine},
+    http::{self, ListenError, Server},
+    plan::Limits,
+    preflight,
+    standalone::{self, manifests},
+    storage::{Layout, layout, loopfile::{self, LoopFile}},
+};
+use branchpool_supervisor::client::{self, Supervisor};
+use data_encoding::HEXLOWER;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sha2::{Digest, Sha256};
+use snafu::{ResultExt, Snafu};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tracing::{error, info, warn};
+use tracing_subscriber::EnvFilter;
+
+#[derive(Debug, Snafu)]
+enum Error {
+    #[snafu(display("{source}"), context(false))]
+    Preflight { source: preflight::Error },
+    #[snafu(display("{source}"), context(false))]
+    LoopFile { source: loopfile::Error },
+    #[snafu(display("{source}"), context(false))]
+    Layout { source: layout::Error },
+    #[snafu(display("{source}"), context(false))]
+    Engine { source: engine::Error },
+    #[snafu(display("{source}"), context(false))]
+    Listen { source: ListenError },
+    #[snafu(display("{source}"), context(false))]
+    Manifests { source: manifests::Error },
+    #[snafu(display("the connection to the supervisor is unusable: {source}"), context(false))]
+    Supervisor { source: client::Error },
+    #[snafu(display("the runtime could not be set up: {source}"))]
+    Runtime { source: std::io::Error },
+    #[snafu(display("the supervisor is gone; start the agent again"))]
+    SupervisorLost,
+    #[snafu(display("{what} ended abnormally"))]
+    Ended { what: &'static str },
+}
+
+impl Error {
+    /// 64 to 78 tell the supervisor that a new try would end the same.
+    fn exit_code(&self) -> u8 {
+        match self {
+            Self::Preflight { source } => source.exit_code(),
+            Self::LoopFile { .. } | Self::Layout { .. } | Self::Listen { .. } | Self::Manifests { .. } => 78,
+            Self::Engine { source } => source.exit_code(),
+            Self::SupervisorLost | Self::Supervisor { .. } => 69,
+            Self::Runtime { .. } | Self::Ended { .. } => 1,
+        }
+    }
+}
+
+pub(super) fn standalone(options: Standalone) -> ExitCode {
+    in_runtime(options.common.log_format, async move {
+        // Before anything is made: a manifest that cannot be read is the likeliest mistake.
+        manifests::read(&options.manifests)?;
+        let (root, loop_file) = match options.root {
+            Some(root) => (root, None),
+            None => {
+                let (data, size) = (options.data_dir.clone(), options.size);
+                let mounted = tokio::task::spawn_blocking(move || {
+                    LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
+                });
+                let file = mounted.await.map_err(|_| Error::Ended { what: "mounting" })??;
+                (file.mount_point().to_owned(), Some(file))
+            }
+        };
+        let served = serve(&root, options.common, Some(options.manifests)).await;
+        if let Some(file) = loop_file
+            && let Err(problem) = tokio::task::spawn_blocking(move || file.unmount())
+                .await
+                .map_err(|_| Error::Ended { what: "unmounting" })?
+        {
+            warn!("{problem}");
+        }
+        served
+    })
+}
+
+pub(super) fn run(options: Run) -> ExitCode {
+    in_runtime(options.common.log_format, async move {
+        serve(&options.root, options.common, None).await
+    })
+}
+
+fn in_runtime(format: LogFormat, work: impl Future<Output = Result<(), Error>>) -> ExitCode {
+    start_log(format);
+    raise_descriptor_limit();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context(RuntimeSnafu);
+    let result = runtime.and_then(|runtime| {
+        let result = runtime.block_on(work);
+        // What still blocks must not hold up the end.
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        result
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            error!("{problem}");
+            ExitCode::from(problem.exit_code())
+        }
+    }
+}
+
+fn start_log(format: LogFormat) {
+    let filter = EnvFilter::try_from_env("BRANCHPOOL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => builder.with_target(false).init(),
+        LogFormat::Json => builder.json().init(),
+    }
+}
+
+/// Each branch takes some descriptors.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    // The sampler watches what is left, whatever the limit is.
+    let _refused = setrlimit(Resource::Nofile, raised);
+}
+
+async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> Result<(), Error> {
+    let mut terminate = Terminations::new().context(RuntimeSnafu)?;
+    let found = {
+        let (root, bindirs, user) =
+            (root.to_owned(), common.postgres_bindirs.clone(), common.postgres_user.clone());
+        tokio::task::spawn_blocking(move || preflight::check(&root, &bindirs, &user))
+            .await
+            .map_err(|_| Error::Ended { what: "preflight" })??
+    };
+    for warning in &found.warnings {
+        warn!("{warning}");
+    }
+    let layout = Layout::new(root, &common.run_dir)?;
+    let socket = layout.agent_socket();
+    let cores = u32::try_from(available_parallelism().map_or(1, usize::from)).unwrap_or(1);
+    let engine = Engine::start(Config {
+        name: common.name.unwrap_or_else(host_name),
+        cgroup_name: cgroup_name(root),
+        layout,
+        supervisor: Supervisor::from_env()?,
+        installations: found.installations,
+        disk_user: found.disk_user,
+        uid_base: common.uid_base,
+        limits: Limits { slots: common.max_branches, ..Limits::default() },
+        build_time_limit: common.build_timeout,
+        log_cap: common.log_cap,
+        default_concurrency: cores + 1,
+    })
+    .await?;
+    let server = Server::bind(&http::Options {
+        socket: Some(socket.clone()),
+        tcp: common.listen,
+        token_file: common.token_file,
+    })
+    .await?;
+    info!(socket = %socket.display(), tcp = ?server.tcp_address(), "serving");
+
+    let (stop_serving, stopped) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(server.serve(engine.clone(), async move {
+        let _asked_or_dropped = stopped.await;
+    }));
+    let mut following = tokio::spawn({
+        let engine = engine.clone();
+        async move {
+            match manifests {
+                Some(paths) => standalone::follow(engine, paths).await,
+                None => std::future::pending().await,
+            }
+        }
+    });
+    let outcome = tokio::select! {
+        () = terminate.next() => Ok(()),
+        () = engine.supervisor_lost() => Err(Error::SupervisorLost),
+        ended = &mut following => match ended {
+            Ok(Ok(())) => Err(Error::Ended { what: "following the manifests" }),
+            Ok(Err(problem)) => Err(problem.into()),
+            Err(_) => Err(Error::Ended { what: "following the manifests" }),
+        },
+    };
+    following.abort();
+    if let Err(Error::SupervisorLost) = outcome {
+        return outcome;
+    }
+    info!("stopping: leases are kept for the next start; a second signal stops at once");
+    tokio::select! {
+        drained = engine.drain(common.stop_timeout) => {
+            if !drained {
+                warn!("not everything could be stopped in time; the next start goes on with it");
+                engine.kill_all().await;
+            }
+        }
+        () = terminate.next() => {
+            warn!("stopping at once");
+            engine.kill_all().await;
+        }
+    }
+    drop(stop_serving);
+    // The server ends its watches and lets requests finish, within a bound of its own.
+    let _ended = serving.await;
+    outcome
+}
+
+/// SIGTERM and SIGINT alike.
+struct Terminations {
+    term: Signal,
+    int: Signal,
+}
+
+impl Terminations {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.term.recv() => {}
+            _ = self.int.recv() => {}
+        }
+    }
+}
+
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// The same root has the same cgroups again after a restart, and two roots never share any.
+fn cgroup_name(root: &Path) -> String {
+    let path = std::fs::canonicalize(root).unwrap_or_else(|_| root.to_owned());
+    HEXLOWER.encode(&Sha256::digest(path.as_os_str().as_encoded_bytes())[..6])
+}

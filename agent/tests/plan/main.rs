@@ -1,0 +1,6 @@
+//! The pure core under random interleavings and crashes, and under other clocks.
+
+mod clock;
+mod random;
+mod scenarios;
+mod world;
