@@ -37,6 +37,7 @@ pub(crate) struct Cli {
 
 #[derive(Args, Debug)]
 pub(crate) struct Global {
+    #[allow(clippy::doc_markdown)] // A help text, not Markdown.
     /// Address of the agent: unix:/PATH or http://HOST:PORT
     #[arg(
         long,

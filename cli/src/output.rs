@@ -1,7 +1,8 @@
 //! What is printed: tables with kubectl's look, or the API's objects as JSON or YAML.
 
 use std::{
-    io::{self, Write},
+    fmt::Write as _,
+    io::{self, Write as _},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -116,10 +117,10 @@ fn status(conditions: &[Condition]) -> String {
 pub(crate) fn pool(pool: &PoolStatus) -> String {
     let mut text = pools(std::slice::from_ref(pool));
     if let Some(message) = &pool.golden.message {
-        text += &format!("\nGolden image: {message}\n");
+        let _ = writeln!(text, "\nGolden image: {message}");
     }
     if !pool.conditions.is_empty() {
-        text += &format!("\n{}", conditions(&pool.conditions));
+        let _ = write!(text, "\n{}", conditions(&pool.conditions));
     }
     text
 }
@@ -217,13 +218,17 @@ pub(crate) fn node(node: &NodeStatus) -> String {
     ];
     let mut text = String::new();
     for [name, value] in facts {
-        text += &format!("{name:<12}{value}\n");
+        let _ = writeln!(text, "{name:<12}{value}");
     }
     for gate in &node.gates {
-        text += &format!("{:<12}{}: {}\n", "Held back:", gate.reason, gate.message);
+        let _ = writeln!(
+            text,
+            "{:<12}{}: {}",
+            "Held back:", gate.reason, gate.message
+        );
     }
     if !node.conditions.is_empty() {
-        text += &format!("\n{}", conditions(&node.conditions));
+        let _ = write!(text, "\n{}", conditions(&node.conditions));
     }
     if !node.quarantined.is_empty() {
         let rows = node.quarantined.iter().map(|found| {
@@ -233,7 +238,11 @@ pub(crate) fn node(node: &NodeStatus) -> String {
                 found.message.clone(),
             ]
         });
-        text += &format!("\n{}", table(["QUARANTINED", "REASON", "MESSAGE"], rows));
+        let _ = write!(
+            text,
+            "\n{}",
+            table(["QUARANTINED", "REASON", "MESSAGE"], rows)
+        );
     }
     text
 }
@@ -264,7 +273,7 @@ pub(crate) fn progress(pool: &PoolStatus) -> String {
         (pool.leased, "leased"),
     ] {
         if count > 0 {
-            text += &format!(", {count} {doing}");
+            let _ = write!(text, ", {count} {doing}");
         }
     }
     text

@@ -25,28 +25,33 @@ impl Progress {
         if !self.on_terminal {
             return;
         }
-        let columns = tcgetwinsize(io::stderr()).map_or(FALLBACK_COLUMNS, |size| size.ws_col);
+        // A terminal that was never told its size says 0.
+        let columns = tcgetwinsize(io::stderr())
+            .map(|size| size.ws_col)
+            .ok()
+            .filter(|columns| *columns > 0)
+            .unwrap_or(FALLBACK_COLUMNS);
         // A line that wraps could not be written over.
         let line = fitting(text, usize::from(columns).saturating_sub(1));
-        self.write(&format!("\r\x1b[K{line}"));
+        write(&format!("\r\x1b[K{line}"));
         self.shown = true;
-    }
-
-    fn write(&self, text: &str) {
-        let mut error = io::stderr().lock();
-        // Progress is a courtesy: a terminal that is gone must not fail the command.
-        let _ = error
-            .write_all(text.as_bytes())
-            .and_then(|()| error.flush());
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
         if self.shown {
-            self.write("\r\x1b[K");
+            write("\r\x1b[K");
         }
     }
+}
+
+fn write(text: &str) {
+    let mut error = io::stderr().lock();
+    // Progress is a courtesy: a terminal that is gone must not fail the command.
+    let _ = error
+        .write_all(text.as_bytes())
+        .and_then(|()| error.flush());
 }
 
 fn fitting(text: &str, columns: usize) -> String {

@@ -3,6 +3,8 @@
 
 // Not everything here is used by both.
 #![allow(dead_code)]
+// The trait says so; see there.
+#![allow(clippy::result_large_err)]
 
 use std::{
     collections::BTreeMap,

@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[path = "../../agent/tests/http/service.rs"]
+mod terminal;
+
+#[path = "../../../agent/tests/http/service.rs"]
 mod service;
 
 use std::{
@@ -214,6 +216,24 @@ async fn an_ignored_hangup_stays_ignored() {
     let second = timeout(PATIENCE, lines.next_line()).await.unwrap().unwrap();
     assert_eq!(second.as_deref(), Some("got more"));
     assert_eq!(code(&finish(child).await), 0);
+}
+
+#[tokio::test]
+async fn the_lease_is_renewed_while_the_command_runs() {
+    let agent = Agent::with_shop().await;
+    let arguments = ["lease", "shop", "--id", "l1", "--ttl", "1s", "--", "cat"];
+    let mut command = agent.command(&arguments);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    let renewed_twice = async {
+        let expires_at = || Some(agent.service.get_lease("l1")?.expires_at);
+        while expires_at().is_none_or(|at| at < 4_000) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, renewed_twice).await.unwrap();
+    drop(child.stdin.take());
+    assert_eq!(code(&finish(child).await), 0);
+    assert_eq!(agent.phase("l1"), Some(LeasePhase::Released));
 }
 
 #[tokio::test]
