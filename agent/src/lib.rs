@@ -6,7 +6,6 @@ pub mod golden;
 pub mod http;
 pub mod journal;
 pub mod plan;
-pub mod journal;
 pub mod postgres;
 pub mod preflight;
 pub mod standalone;

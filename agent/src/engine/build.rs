@@ -1,16 +1,12 @@
 //! Building a golden image, one at a time.
 
-use std::{
-    fs, io,
-    os::unix::fs::PermissionsExt,
-    path::Path,
-    sync::Arc,
-};
+use std::{io, sync::Arc};
 
 use tokio::sync::oneshot;
 
 use super::{
     desired::Settings,
+    files,
     steps::{blocking, chain},
     world::World,
 };
@@ -108,15 +104,8 @@ async fn discard(world: &World, pool: &PoolUid, number: u64) {
 /// Who may connect to the branches of a pool: the agent's own user, and roles with a password.
 pub(super) fn write_auth(layout: &Layout, pool: &PoolUid, role: &str) -> io::Result<()> {
     let agent = own_user().map_err(io::Error::other)?;
-    let directory = layout.auth();
-    write(&directory.join(format!("{pool}.hba")), &config::hba(role))?;
-    write(&directory.join(format!("{pool}.ident")), &config::ident(role, &agent.name))
-}
-
-fn write(path: &Path, text: &str) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    fs::write(&new, text)?;
-    fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
-    fs::rename(&new, path)
+    let directory = layout.auth_pool(pool);
+    files::make_dir(&directory, 0o711)?;
+    files::replace(&layout.hba(pool), &config::hba(role))?;
+    files::replace(&layout.ident(pool), &config::ident(role, &agent.name))
 }

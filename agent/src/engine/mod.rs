@@ -6,6 +6,7 @@ mod build;
 mod committer;
 mod config;
 mod desired;
+mod files;
 mod metrics;
 mod perform;
 mod publish;

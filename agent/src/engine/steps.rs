@@ -1,7 +1,7 @@
 //! The steps of a branch's life up to its hand-over: snapshot, start, preconnect, hand over; and the
 //! restart of a leased server.
 
-use std::{fs, io, os::unix::fs::PermissionsExt, path::Path, sync::Arc, time::Duration};
+use std::{fs, io, path::Path, sync::Arc, time::Duration};
 
 use branchpool_supervisor::protocol::{IdMount, User};
 use rustix::fs::{Gid, Uid};
@@ -9,6 +9,7 @@ use tokio::{sync::oneshot, time::timeout};
 
 use super::{
     desired::Settings,
+    files,
     world::{Runtime, World},
 };
 use crate::{
@@ -161,8 +162,8 @@ async fn launch(
         control: Control {
             data_dir: mount.as_ref().map_or_else(|| layout.branch(&id), |mount| mount.target.clone()),
             config_file: layout.branch_config(&id),
-            hba_file: layout.auth().join(format!("{pool}.hba")),
-            ident_file: layout.auth().join(format!("{pool}.ident")),
+            hba_file: layout.hba(pool),
+            ident_file: layout.ident(pool),
             socket_dir: layout.branch_socket_dir(&id),
             tuning: settings.tuning,
             ipc_namespace: world.isolation.ipc_namespace,
@@ -238,36 +239,16 @@ fn prepare(
     config: &str,
 ) -> io::Result<()> {
     let run = layout.branch_run(&id);
-    make_dir(&run, 0o711)?;
+    files::make_dir(&run, 0o711)?;
     let sockets = layout.branch_socket_dir(&id);
     // An earlier server that was killed left its socket and lock file.
-    match fs::remove_dir_all(&sockets) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => make_dir(&sockets, 0o700)?,
-    }
+    files::absent(fs::remove_dir_all(&sockets))?;
+    files::make_dir(&sockets, 0o700)?;
     rustix::fs::chown(&sockets, Some(Uid::from_raw(user.uid)), Some(Gid::from_raw(user.gid)))?;
     if let Some(target) = mount_target {
-        make_dir(target, 0o711)?;
+        files::make_dir(target, 0o711)?;
     }
-    write_config(layout, id, config)
-}
-
-fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
-    match fs::create_dir(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        Err(_) => return Ok(()),
-        Ok(()) => {}
-    }
-    fs::set_permissions(path, fs::Permissions::from_mode(mode))
-}
-
-/// By rename: a server that reads it meanwhile sees the old or the new one.
-fn write_config(layout: &crate::storage::Layout, id: BranchId, text: &str) -> io::Result<()> {
-    let path = layout.branch_config(&id);
-    let new = path.with_extension("new");
-    fs::write(&new, text)?;
-    fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
-    fs::rename(&new, &path)
+    files::replace(&layout.branch_config(&id), config)
 }
 
 /// Opens the session that waits for the first client, and proves that it answers.
@@ -356,7 +337,7 @@ pub(super) async fn hand_over(
         });
     let layout = world.layout.clone();
     let written = match text {
-        Ok(text) => blocking(move || write_config(&layout, id, &text))
+        Ok(text) => blocking(move || files::replace(&layout.branch_config(&id), &text))
             .await
             .and_then(|result| result.map_err(|error| error.to_string())),
         Err(error) => Err(error),

@@ -3,6 +3,7 @@
 use std::{fs, io, path::Path, sync::Arc, time::Duration};
 
 use super::{
+    files,
     steps::{blocking, chain},
     world::{Runtime, World},
 };
@@ -107,17 +108,10 @@ async fn remove_run_files(world: &World, id: BranchId, with_log: bool) -> Result
     let layout = world.layout.clone();
     blocking(move || {
         if with_log {
-            absent(fs::remove_file(layout.log(id.as_str())))?;
+            files::absent(fs::remove_file(layout.log(id.as_str())))?;
         }
-        absent(fs::remove_dir_all(layout.branch_run(&id)))
+        files::absent(fs::remove_dir_all(layout.branch_run(&id)))
     })
     .await?
     .map_err(|error| format!("its run directory could not be removed: {error}"))
-}
-
-fn absent(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
 }

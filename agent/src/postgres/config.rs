@@ -80,7 +80,6 @@ pub fn arguments(control: &Control, overrides: &[(String, String)]) -> Vec<Strin
         ("config_file", path(&control.config_file)),
         ("hba_file", path(&control.hba_file)),
         ("ident_file", path(&control.ident_file)),
-        ("external_pid_file", String::new()),
         ("listen_addresses", String::new()),
         ("port", "5432".to_owned()),
         (

@@ -163,11 +163,14 @@ impl Launch<'_> {
             network_namespace: self.isolation.network_namespace && !self.isolation.outbound,
             landlock: self.isolation.landlock.then(|| {
                 let control = &self.control;
-                let read = [&control.config_file, &control.hba_file, &control.ident_file];
+                // Their directories: a file that is replaced by rename is another file to Landlock.
+                let read = [&control.config_file, &control.hba_file, &control.ident_file]
+                    .into_iter()
+                    .filter_map(|file| file.parent());
                 let read_write = [&control.data_dir, &control.socket_dir];
                 sandbox::rules(
                     self.installation,
-                    read.into_iter().cloned(),
+                    read.map(Path::to_owned),
                     read_write.into_iter().cloned(),
                     self.isolation.outbound,
                 )

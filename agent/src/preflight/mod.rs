@@ -2,6 +2,7 @@
 
 pub mod filesystem;
 pub(crate) mod mountinfo;
+pub mod postgres;
 
 use std::{
     fmt,
@@ -10,27 +11,21 @@ use std::{
 
 use snafu::Snafu;
 
-use crate::postgres::installation::{self, Installation, OsUser};
+use crate::postgres::installation::{Installation, OsUser};
 
-/// sysexits.h: a service that is needed is not there.
-const UNAVAILABLE: u8 = 69;
 /// sysexits.h: no permission.
 const NO_PERMISSION: u8 = 77;
-/// sysexits.h: what was configured cannot work.
-const CONFIG: u8 = 78;
 
 #[derive(Debug, Snafu)]
 pub enum Error {
     #[snafu(display("{source}"), context(false))]
     Filesystem { source: filesystem::Error },
-    #[snafu(display("the agent runs as an ordinary user; run it as root: it makes snapshots, mounts and cgroups"))]
+    #[snafu(display(
+        "the agent runs as an ordinary user; run it as root: it makes snapshots, mounts and cgroups"
+    ))]
     NotRoot,
     #[snafu(display("{source}"), context(false))]
-    Postgres { source: installation::Error },
-    #[snafu(display(
-        "no Postgres server programs were found; install the Debian package postgresql-15, or name their directory with --postgres-bindir"
-    ))]
-    NoPostgres,
+    Postgres { source: postgres::Error },
 }
 
 impl Error {
@@ -38,8 +33,7 @@ impl Error {
         match self {
             Self::Filesystem { source } => source.exit_code(),
             Self::NotRoot => NO_PERMISSION,
-            Self::Postgres { .. } => CONFIG,
-            Self::NoPostgres => UNAVAILABLE,
+            Self::Postgres { source } => source.exit_code(),
         }
     }
 }
@@ -76,12 +70,12 @@ pub fn check(root: &Path, postgres_bindirs: &[PathBuf], postgres_user: &str) -> 
         return Err(Error::NotRoot);
     }
     let filesystem = filesystem::check(root)?;
-    let installations = installation::find(postgres_bindirs)?;
-    if installations.is_empty() {
-        return Err(Error::NoPostgres);
-    }
-    let disk_user = installation::disk_user(postgres_user)?;
+    let found = postgres::check(postgres_bindirs, postgres_user)?;
     let warnings = filesystem.warnings.iter().map(ToString::to_string).collect();
-    Ok(Found { filesystem, installations, disk_user, warnings })
+    Ok(Found {
+        filesystem,
+        installations: found.installations,
+        disk_user: found.disk_user,
+        warnings,
+    })
 }
-pub mod postgres;

@@ -99,7 +99,8 @@ impl Layout {
     /// Makes the directories and sets their modes. `root` itself must exist and stays as it is.
     pub fn create(&self) -> Result<(), Error> {
         for (path, mode) in [
-            (self.branches(), PRIVATE),
+            // Servers without a mount of their own pass through here.
+            (self.branches(), PASSAGE),
             (self.golden(), PRIVATE),
             // The tools that fill an image run as the disk user.
             (self.building(), PASSAGE),
@@ -111,9 +112,9 @@ impl Layout {
         ] {
             create_directory(&path, mode)?;
         }
-        for parent in [self.branches(), self.trash()] {
+        for (parent, mode) in [(self.branches(), PASSAGE), (self.trash(), PRIVATE)] {
             for shard in SHARD_NAMES {
-                create_directory(&parent.join(shard), PRIVATE)?;
+                create_directory(&parent.join(shard), mode)?;
             }
         }
         self.create_run()
@@ -236,6 +237,19 @@ impl Layout {
     /// Files that say who may connect, the same for all branches.
     pub fn auth(&self) -> PathBuf {
         self.run.join("auth")
+    }
+
+    /// A directory for each pool: what a server may read is allowed by directory.
+    pub fn auth_pool(&self, pool: &PoolUid) -> PathBuf {
+        self.auth().join(pool.as_str())
+    }
+
+    pub fn hba(&self, pool: &PoolUid) -> PathBuf {
+        self.auth_pool(pool).join("pg_hba.conf")
+    }
+
+    pub fn ident(&self, pool: &PoolUid) -> PathBuf {
+        self.auth_pool(pool).join("pg_ident.conf")
     }
 
     /// Configuration of a running branch.
