@@ -18,7 +18,9 @@ pub enum Command {
     ///
     /// The manifests are the same that a cluster takes; edits are taken in at once. Without --root
     /// the branches live in a Btrfs filesystem in a file below --data-dir.
-    #[command(after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch pools")]
+    #[command(
+        after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch pools"
+    )]
     Standalone(Box<Standalone>),
     /// Serve pools that an operator sends
     Run(Box<Run>),

@@ -4,8 +4,14 @@ mod serve;
 
 use std::{ffi::OsString, process::ExitCode};
 
-use branchpool_agent::{cli::{Cli, Command}, preflight};
-use branchpool_supervisor::{FD_VARIABLE, server::{Program, supervise}};
+use branchpool_agent::{
+    cli::{Cli, Command},
+    preflight,
+};
+use branchpool_supervisor::{
+    FD_VARIABLE,
+    server::{Program, supervise},
+};
 use clap::Parser;
 
 /// sysexits.h: an internal failure, where a new try may help.
@@ -22,8 +28,11 @@ fn main() -> ExitCode {
         Command::Standalone(options) => serve::standalone(*options),
         Command::Run(options) => serve::run(*options),
         Command::Preflight(options) => {
-            let report =
-                preflight::check(&options.root, &options.postgres_bindirs, &options.postgres_user);
+            let report = preflight::check(
+                &options.root,
+                &options.postgres_bindirs,
+                &options.postgres_user,
+            );
             match report {
                 Ok(report) => {
                     println!("{report}");

@@ -14,7 +14,10 @@ use branchpool_agent::{
     plan::Limits,
     preflight,
     standalone::{self, manifests},
-    storage::{Layout, layout, loopfile::{self, LoopFile}},
+    storage::{
+        Layout, layout,
+        loopfile::{self, LoopFile},
+    },
 };
 use branchpool_supervisor::client::{self, Supervisor};
 use data_encoding::HEXLOWER;
@@ -39,7 +42,10 @@ enum Error {
     Listen { source: ListenError },
     #[snafu(display("{source}"), context(false))]
     Manifests { source: manifests::Error },
-    #[snafu(display("the connection to the supervisor is unusable: {source}"), context(false))]
+    #[snafu(
+        display("the connection to the supervisor is unusable: {source}"),
+        context(false)
+    )]
     Supervisor { source: client::Error },
     #[snafu(display("the runtime could not be set up: {source}"))]
     Runtime { source: std::io::Error },
@@ -54,7 +60,10 @@ impl Error {
     fn exit_code(&self) -> u8 {
         match self {
             Self::Preflight { source } => source.exit_code(),
-            Self::LoopFile { .. } | Self::Layout { .. } | Self::Listen { .. } | Self::Manifests { .. } => 78,
+            Self::LoopFile { .. }
+            | Self::Layout { .. }
+            | Self::Listen { .. }
+            | Self::Manifests { .. } => 78,
             Self::Engine { source } => source.exit_code(),
             Self::SupervisorLost | Self::Supervisor { .. } => 69,
             Self::Runtime { .. } | Self::Ended { .. } => 1,
@@ -73,7 +82,9 @@ pub(super) fn standalone(options: Standalone) -> ExitCode {
                 let mounted = tokio::task::spawn_blocking(move || {
                     LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
                 });
-                let file = mounted.await.map_err(|_| Error::Ended { what: "mounting" })??;
+                let file = mounted
+                    .await
+                    .map_err(|_| Error::Ended { what: "mounting" })??;
                 (file.mount_point().to_owned(), Some(file))
             }
         };
@@ -98,7 +109,10 @@ pub(super) fn run(options: Run) -> ExitCode {
 fn in_runtime(format: LogFormat, work: impl Future<Output = Result<(), Error>>) -> ExitCode {
     start_log(format);
     raise_descriptor_limit();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context(RuntimeSnafu);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context(RuntimeSnafu);
     let result = runtime.and_then(|runtime| {
         let result = runtime.block_on(work);
         // What still blocks must not hold up the end.
@@ -115,8 +129,11 @@ fn in_runtime(format: LogFormat, work: impl Future<Output = Result<(), Error>>) 
 }
 
 fn start_log(format: LogFormat) {
-    let filter = EnvFilter::try_from_env("BRANCHPOOL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let filter =
+        EnvFilter::try_from_env("BRANCHPOOL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     match format {
         LogFormat::Text => builder.with_target(false).init(),
         LogFormat::Json => builder.json().init(),
@@ -126,7 +143,10 @@ fn start_log(format: LogFormat) {
 /// Each branch takes some descriptors.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
     // The sampler watches what is left, whatever the limit is.
     let _refused = setrlimit(Resource::Nofile, raised);
 }
@@ -134,8 +154,11 @@ fn raise_descriptor_limit() {
 async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> Result<(), Error> {
     let mut terminate = Terminations::new().context(RuntimeSnafu)?;
     let found = {
-        let (root, bindirs, user) =
-            (root.to_owned(), common.postgres_bindirs.clone(), common.postgres_user.clone());
+        let (root, bindirs, user) = (
+            root.to_owned(),
+            common.postgres_bindirs.clone(),
+            common.postgres_user.clone(),
+        );
         tokio::task::spawn_blocking(move || preflight::check(&root, &bindirs, &user))
             .await
             .map_err(|_| Error::Ended { what: "preflight" })??
@@ -154,7 +177,10 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         installations: found.installations,
         disk_user: found.disk_user,
         uid_base: common.uid_base,
-        limits: Limits { slots: common.max_branches, ..Limits::default() },
+        limits: Limits {
+            slots: common.max_branches,
+            ..Limits::default()
+        },
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
         default_concurrency: cores + 1,
@@ -221,7 +247,10 @@ struct Terminations {
 
 impl Terminations {
     fn new() -> std::io::Result<Self> {
-        Ok(Self { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+        })
     }
 
     async fn next(&mut self) {
@@ -233,7 +262,10 @@ impl Terminations {
 }
 
 fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// The same root has the same cgroups again after a restart, and two roots never share any.

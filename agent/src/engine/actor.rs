@@ -8,13 +8,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    committer::Reply,
-    desired::Settings,
-    perform,
-    publish::Publisher,
-    world::World,
-};
+use super::{committer::Reply, desired::Settings, perform, publish::Publisher, world::World};
 use crate::plan::{Action, Command, Effects, Event, Node, Refusal, Token};
 
 /// Most events taken in before what they led to is published.
@@ -56,7 +50,16 @@ impl Actor {
         drained: watch::Sender<bool>,
     ) -> Self {
         let replies = HashMap::new();
-        Self { node, world, publisher, commands, events, replies, next_token: 0, drained }
+        Self {
+            node,
+            world,
+            publisher,
+            commands,
+            events,
+            replies,
+            next_token: 0,
+            drained,
+        }
     }
 
     /// Runs until the last handle is dropped.
@@ -86,7 +89,9 @@ impl Actor {
     fn wake_at(&self) -> Instant {
         let deadline = self.node.deadline(self.world.clock.now());
         // A far deadline stands for none.
-        let wait = deadline.map_or(Duration::from_secs(3_600), |mono| self.world.clock.until(mono));
+        let wait = deadline.map_or(Duration::from_secs(3_600), |mono| {
+            self.world.clock.until(mono)
+        });
         // Timers count whole milliseconds; the core must not be asked a moment too early.
         Instant::now() + wait + Duration::from_millis(1)
     }
@@ -132,7 +137,11 @@ impl Actor {
 
     fn start(&mut self, action: Action) {
         match action {
-            Action::Journal { entries, links, reply } => {
+            Action::Journal {
+                entries,
+                links,
+                reply,
+            } => {
                 let reply = reply.and_then(|(token, answer)| {
                     self.replies.remove(&token).map(|reply| (reply, answer))
                 });
@@ -167,6 +176,13 @@ pub(super) async fn ask(
     settings: Option<Arc<Settings>>,
 ) -> Option<Result<Box<crate::plan::Answer>, Refusal>> {
     let (reply, answer) = oneshot::channel();
-    commands.send(Envelope { command, settings, reply }).await.ok()?;
+    commands
+        .send(Envelope {
+            command,
+            settings,
+            reply,
+        })
+        .await
+        .ok()?;
     answer.await.ok()
 }

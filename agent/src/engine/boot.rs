@@ -12,7 +12,11 @@ use branchpool_sys::{cgroup::Base, process};
 use serde::de::DeserializeOwned;
 use snafu::{ResultExt, Snafu};
 
-use super::{committer, steps::slot_user, world::{World, slot_group_name}};
+use super::{
+    committer,
+    steps::slot_user,
+    world::{World, slot_group_name},
+};
 use crate::{
     golden,
     journal::{self, Contents, Kind},
@@ -21,7 +25,11 @@ use crate::{
         pidfile::PidFile,
         server::{self, Server},
     },
-    storage::{Branches, ids::BranchId, scan::{self, Scan}},
+    storage::{
+        Branches,
+        ids::BranchId,
+        scan::{self, Scan},
+    },
 };
 
 #[derive(Debug, Snafu)]
@@ -31,9 +39,16 @@ pub enum Error {
     #[snafu(display("{source}"), context(false))]
     Scan { source: scan::Error },
     #[snafu(display("what an interrupted build left could not be removed: {source}"))]
-    Discard { source: crate::storage::branches::Error },
-    #[snafu(display("the cgroups of an earlier run could not be cleared: {}", crate::postgres::chain(source)))]
-    Cgroup { source: branchpool_sys::cgroup::Error },
+    Discard {
+        source: crate::storage::branches::Error,
+    },
+    #[snafu(display(
+        "the cgroups of an earlier run could not be cleared: {}",
+        crate::postgres::chain(source)
+    ))]
+    Cgroup {
+        source: branchpool_sys::cgroup::Error,
+    },
 }
 
 /// The journal's contents as typed records.
@@ -61,7 +76,9 @@ pub(super) fn records(contents: &Contents) -> Result<Records, Error> {
         records.leases.insert(crate::plan::LeaseUid(key), record);
     }
     let epoch = contents.get(Kind::Meta, committer::EPOCH);
-    records.epoch = epoch.and_then(|text| serde_json::from_str(text).ok()).unwrap_or(0);
+    records.epoch = epoch
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or(0);
     Ok(records)
 }
 
@@ -91,17 +108,23 @@ pub(super) fn scan(branches: &Branches, records: &Records) -> Result<Scan, Error
     for image in std::mem::take(&mut scan.building) {
         if unfinished(&image.pool, image.generation) {
             let id = branches.new_id();
-            branches.trash_building(&image.pool, image.generation, &id).context(DiscardSnafu)?;
+            branches
+                .trash_building(&image.pool, image.generation, &id)
+                .context(DiscardSnafu)?;
         } else {
             scan.building.push(image);
         }
     }
     for image in std::mem::take(&mut scan.golden) {
         let interrupted = !image.info.read_only
-            && records.generations.contains_key(&(image.pool.clone(), image.generation));
+            && records
+                .generations
+                .contains_key(&(image.pool.clone(), image.generation));
         if interrupted || unfinished(&image.pool, image.generation) {
             let id = branches.new_id();
-            branches.trash_golden(&image.pool, image.generation, &id).context(DiscardSnafu)?;
+            branches
+                .trash_golden(&image.pool, image.generation, &id)
+                .context(DiscardSnafu)?;
         } else {
             scan.golden.push(image);
         }
@@ -125,21 +148,39 @@ pub(super) struct Running {
 pub(super) fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Running> {
     let mut found = BTreeMap::new();
     for (id, record) in &records.branches {
-        let Ok(group) = world.slot_group(record.slot) else { continue };
-        let Ok(processes) = group.processes() else { continue };
+        let Ok(group) = world.slot_group(record.slot) else {
+            continue;
+        };
+        let Ok(processes) = group.processes() else {
+            continue;
+        };
         if processes.is_empty() {
             continue;
         }
-        let Ok(Some(file)) = PidFile::read(&world.layout.branch(id)) else { continue };
+        let Ok(Some(file)) = PidFile::read(&world.layout.branch(id)) else {
+            continue;
+        };
         if !processes.contains(&file.pid) {
             continue;
         }
-        let Ok(pidfd) = process::open(file.pid) else { continue };
+        let Ok(pidfd) = process::open(file.pid) else {
+            continue;
+        };
         // The number may have been given to another process in between.
-        let still = group.processes().is_ok_and(|processes| processes.contains(&file.pid));
+        let still = group
+            .processes()
+            .is_ok_and(|processes| processes.contains(&file.pid));
         if still {
             let ready = file.is_ready(file.pid);
-            found.insert(*id, Running { slot: record.slot, pid: file.pid, pidfd, ready });
+            found.insert(
+                *id,
+                Running {
+                    slot: record.slot,
+                    pid: file.pid,
+                    pidfd,
+                    ready,
+                },
+            );
         }
     }
     found
@@ -168,16 +209,23 @@ pub(super) fn observed(
     let mut golden = BTreeSet::new();
     for image in &scan.golden {
         let key = (image.pool.clone(), image.generation);
-        let sealed = records.generations.get(&key).is_some_and(|record| record.image.is_some());
+        let sealed = records
+            .generations
+            .get(&key)
+            .is_some_and(|record| record.image.is_some());
         if sealed && image.info.read_only {
             golden.insert(key);
         } else {
-            let path = world.layout.golden_generation(&image.pool, image.generation);
+            let path = world
+                .layout
+                .golden_generation(&image.pool, image.generation);
             strays.push(stray_of(world, &path, "the journal knows no such image"));
         }
     }
     for image in &scan.building {
-        let path = world.layout.building_generation(&image.pool, image.generation);
+        let path = world
+            .layout
+            .building_generation(&image.pool, image.generation);
         strays.push(stray_of(world, &path, "the journal knows no such build"));
     }
     Observed {
@@ -204,8 +252,10 @@ pub(super) async fn clear_cgroups(
     cgroups: &Base,
     running: &BTreeMap<BranchId, Running>,
 ) -> Result<(), Error> {
-    let kept: BTreeSet<String> =
-        running.values().map(|server| slot_group_name(server.slot)).collect();
+    let kept: BTreeSet<String> = running
+        .values()
+        .map(|server| slot_group_name(server.slot))
+        .collect();
     for name in cgroups.names().context(CgroupSnafu)? {
         if kept.contains(&name) {
             continue;
@@ -227,14 +277,18 @@ pub(super) async fn clear_cgroups(
 /// Takes the running servers over.
 pub(super) async fn take_over(world: &Arc<World>, running: BTreeMap<BranchId, Running>) {
     for (id, found) in running {
-        let Ok(group) = world.slot_group(found.slot) else { continue };
+        let Ok(group) = world.slot_group(found.slot) else {
+            continue;
+        };
         let server = Server {
             pid: found.pid,
             pidfd: Arc::new(found.pidfd),
             supervisor: world.supervisor.clone(),
             group,
             data_dir: world.layout.branch(&id),
-            mount: world.user_per_branch.then(|| world.layout.slot_mount(found.slot.0)),
+            mount: world
+                .user_per_branch
+                .then(|| world.layout.slot_mount(found.slot.0)),
             ipc_namespace: world.isolation.ipc_namespace,
         };
         tracing::info!(branch = %id, pid = found.pid, user = slot_user(world, found.slot).uid, "took over a running server");

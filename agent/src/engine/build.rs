@@ -24,9 +24,14 @@ pub(super) async fn build(
     number: u64,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<Image, String> {
-    let turn = world.build_turn.acquire().await.map_err(|error| error.to_string())?;
-    let settings =
-        world.settings(pool).ok_or_else(|| format!("pool {pool} is not known any more"))?;
+    let turn = world
+        .build_turn
+        .acquire()
+        .await
+        .map_err(|error| error.to_string())?;
+    let settings = world
+        .settings(pool)
+        .ok_or_else(|| format!("pool {pool} is not known any more"))?;
     let started = std::time::Instant::now();
     let built = tokio::select! {
         built = run(world, pool, number, &settings) => built,
@@ -41,7 +46,10 @@ pub(super) async fn build(
     let bytes = facts.bytes;
     let value = serde_json::to_value(&facts).map_err(|error| error.to_string())?;
     world.set_image(pool.clone(), number, facts);
-    Ok(Image { bytes, facts: value })
+    Ok(Image {
+        bytes,
+        facts: value,
+    })
 }
 
 async fn run(
@@ -73,9 +81,12 @@ async fn run(
         parameters: settings.parameters.clone(),
         tuning: settings.tuning,
     };
-    write_auth(&world.layout, pool, &settings.role)
-        .map_err(|error| format!("the files that say who may connect could not be written: {error}"))?;
-    golden::build(&env, &spec, |_| {}).await.map_err(|error| error.to_string())
+    write_auth(&world.layout, pool, &settings.role).map_err(|error| {
+        format!("the files that say who may connect could not be written: {error}")
+    })?;
+    golden::build(&env, &spec, |_| {})
+        .await
+        .map_err(|error| error.to_string())
 }
 
 /// What an abandoned build left.

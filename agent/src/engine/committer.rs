@@ -33,7 +33,10 @@ struct Work {
 
 impl std::fmt::Debug for Work {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Work").field("number", &self.number).finish_non_exhaustive()
+        formatter
+            .debug_struct("Work")
+            .field("number", &self.number)
+            .finish_non_exhaustive()
     }
 }
 
@@ -54,8 +57,20 @@ impl Committer {
         let (queue, work) = mpsc::unbounded_channel();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
-        tokio::spawn(run(work, journal.clone(), layout, done_sender, failing_sender));
-        Self { queue, journal, submitted: Arc::default(), done, failing }
+        tokio::spawn(run(
+            work,
+            journal.clone(),
+            layout,
+            done_sender,
+            failing_sender,
+        ));
+        Self {
+            queue,
+            journal,
+            submitted: Arc::default(),
+            done,
+            failing,
+        }
     }
 
     /// Queues a commit. Called by the core only, in the order of its decisions.
@@ -65,14 +80,22 @@ impl Committer {
         links: Vec<LinkChange>,
         reply: Option<(Reply, Box<Answer>)>,
     ) -> u64 {
-        let number = 1 + self.submitted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let number = 1 + self
+            .submitted
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let records: Vec<Record> = entries.into_iter().filter_map(record).collect();
         let commit: Option<Commit> = if records.is_empty() {
             None
         } else {
             Some(Box::pin(self.journal.write(records.clone())))
         };
-        let _closed = self.queue.send(Work { number, commit, records, links, reply });
+        let _closed = self.queue.send(Work {
+            number,
+            commit,
+            records,
+            links,
+            reply,
+        });
         number
     }
 
@@ -120,7 +143,11 @@ async fn run(
             }
             Err(error) => {
                 let detail = error.to_string();
-                refused.extend(work.records.into_iter().map(|record| (key(&record), record)));
+                refused.extend(
+                    work.records
+                        .into_iter()
+                        .map(|record| (key(&record), record)),
+                );
                 failing.send_replace(Some(detail.clone()));
                 Err(Refusal::JournalFailed { detail })
             }
@@ -148,9 +175,10 @@ async fn run(
 fn apply_links(layout: &Layout, links: &[LinkChange]) {
     for link in links {
         let (result, endpoint) = match link {
-            LinkChange::Point { endpoint, branch } => {
-                (point(&layout.endpoint(endpoint), &layout.endpoint_target(branch)), endpoint)
-            }
+            LinkChange::Point { endpoint, branch } => (
+                point(&layout.endpoint(endpoint), &layout.endpoint_target(branch)),
+                endpoint,
+            ),
             LinkChange::Remove { endpoint } => (remove(&layout.endpoint(endpoint)), endpoint),
         };
         if let Err(error) = result {
@@ -190,12 +218,15 @@ fn record(entry: Entry) -> Option<Record> {
     let result = match entry {
         Entry::Pool(uid, pool) => Record::put(Kind::Pool, uid.as_str(), &pool),
         Entry::PoolGone(uid) => Ok(Record::delete(Kind::Pool, uid.as_str())),
-        Entry::Generation(uid, number, record) => {
-            Record::put(Kind::Generation, generation_key(uid.as_str(), number), &record)
-        }
-        Entry::GenerationGone(uid, number) => {
-            Ok(Record::delete(Kind::Generation, generation_key(uid.as_str(), number)))
-        }
+        Entry::Generation(uid, number, record) => Record::put(
+            Kind::Generation,
+            generation_key(uid.as_str(), number),
+            &record,
+        ),
+        Entry::GenerationGone(uid, number) => Ok(Record::delete(
+            Kind::Generation,
+            generation_key(uid.as_str(), number),
+        )),
         Entry::Branch(id, record) => Record::put(Kind::Branch, id.as_str(), &record),
         Entry::BranchGone(id) => Ok(Record::delete(Kind::Branch, id.as_str())),
         Entry::Lease(uid, record) => Record::put(Kind::Lease, uid.0, &record),

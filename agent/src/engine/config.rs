@@ -32,4 +32,3 @@ pub struct Config {
     /// Starts at a time in pools that do not say.
     pub default_concurrency: u32,
 }
-

@@ -59,14 +59,15 @@ pub(super) fn convert(
         "metadata": { "namespace": desired.namespace, "name": desired.name },
         "spec": desired.spec,
     });
-    let pool: branchpool_crds::BranchPool = branchpool_crds::admit_as(&object, None).map_err(|violations| {
-        Problem::invalid_fields(
-            violations
-                .into_iter()
-                .map(|violation| FieldError::new(violation.field, violation.message))
-                .collect(),
-        )
-    })?;
+    let pool: branchpool_crds::BranchPool =
+        branchpool_crds::admit_as(&object, None).map_err(|violations| {
+            Problem::invalid_fields(
+                violations
+                    .into_iter()
+                    .map(|violation| FieldError::new(violation.field, violation.message))
+                    .collect(),
+            )
+        })?;
     let spec = pool.spec;
     let mut refused = Vec::new();
     let mut refuse = |field: &str, message: String| refused.push(FieldError::new(field, message));
@@ -74,24 +75,37 @@ pub(super) fn convert(
     let source = match &spec.source {
         Source::Sql(sql) => {
             if let Some(reference) = &sql.config_map_ref {
-                refuse("spec.source.sql.configMapRef", format!(
-                    "the node agent does not read ConfigMaps: whoever sends the pool puts the scripts of {} into scripts",
-                    reference.name
-                ));
+                refuse(
+                    "spec.source.sql.configMapRef",
+                    format!(
+                        "the node agent does not read ConfigMaps: whoever sends the pool puts the scripts of {} into scripts",
+                        reference.name
+                    ),
+                );
             }
-            golden::Source::Sql { scripts: sql.scripts.iter().map(script).collect() }
+            golden::Source::Sql {
+                scripts: sql.scripts.iter().map(script).collect(),
+            }
         }
-        Source::Subvolume(subvolume) => golden::Source::Subvolume { name: subvolume.name.clone() },
+        Source::Subvolume(subvolume) => golden::Source::Subvolume {
+            name: subvolume.name.clone(),
+        },
         Source::Physical(_) | Source::Logical(_) => {
             refuse("spec.source", "this version builds images from sql and subvolume sources only: load a dump by sql, or prepare a subvolume from a base backup".to_owned());
-            golden::Source::Sql { scripts: Vec::new() }
+            golden::Source::Sql {
+                scripts: Vec::new(),
+            }
         }
     };
     if spec.refresh.schedule != "Never" {
         refuse("spec.refresh.schedule", "this version does not refresh on a schedule: write Never, and change the source for a new generation".to_owned());
     }
     if spec.lease.idle_timeout.is_some() {
-        refuse("spec.lease.idleTimeout", "this version does not see when a branch is idle: leave it out, and use a short ttl".to_owned());
+        refuse(
+            "spec.lease.idleTimeout",
+            "this version does not see when a branch is idle: leave it out, and use a short ttl"
+                .to_owned(),
+        );
     }
     if spec.postgres.superuser && !node.user_per_branch {
         refuse("spec.postgres.superuser", "superusers are allowed only where each branch has an OS user of its own, and this node lacks idmapped mounts on its branch filesystem: see the isolation level in the node's status".to_owned());
@@ -99,14 +113,20 @@ pub(super) fn convert(
     let major = spec.postgres.version;
     if !node.majors.contains(&major) {
         let found: Vec<String> = node.majors.iter().map(ToString::to_string).collect();
-        refuse("spec.postgres.version", format!(
-            "Postgres {major} is not installed on this node, which has {}: install it, or name one of these",
-            found.join(", ")
-        ));
+        refuse(
+            "spec.postgres.version",
+            format!(
+                "Postgres {major} is not installed on this node, which has {}: install it, or name one of these",
+                found.join(", ")
+            ),
+        );
     }
     let parameters = Parameters::new(&spec.postgres.parameters).unwrap_or_else(|errors| {
         for error in errors {
-            refuse(&format!("spec.postgres.parameters.{}", error.parameter()), error.to_string());
+            refuse(
+                &format!("spec.postgres.parameters.{}", error.parameter()),
+                error.to_string(),
+            );
         }
         Parameters::default()
     });
@@ -131,12 +151,21 @@ pub(super) fn convert(
         preconnect: preconnect(&spec),
         spec: desired.spec.clone(),
     };
-    let name = PoolName { namespace: desired.namespace.clone(), name: desired.name.clone() };
-    Ok((plan_spec(uid, name, desired.generation, &spec, node), settings))
+    let name = PoolName {
+        namespace: desired.namespace.clone(),
+        name: desired.name.clone(),
+    };
+    Ok((
+        plan_spec(uid, name, desired.generation, &spec, node),
+        settings,
+    ))
 }
 
 fn script(script: &branchpool_crds::Script) -> Script {
-    Script { name: script.name.clone(), sql: script.sql.clone() }
+    Script {
+        name: script.name.clone(),
+        sql: script.sql.clone(),
+    }
 }
 
 fn preconnect(spec: &BranchPoolSpec) -> plan::Preconnect {
@@ -152,7 +181,11 @@ fn limits(spec: &BranchPoolSpec, parameters: &Parameters) -> Limits {
         .get("max_connections")
         .and_then(|value| value.parse::<u32>().ok())
         .unwrap_or(DEFAULT_CONNECTIONS);
-    let millicores = spec.resources.cpu.as_ref().map(branchpool_crds::Quantity::milli_units);
+    let millicores = spec
+        .resources
+        .cpu
+        .as_ref()
+        .map(branchpool_crds::Quantity::milli_units);
     Limits {
         memory: Some(spec.resources.memory.units()),
         cpu_millicores: millicores.map(|milli| u32::try_from(milli).unwrap_or(u32::MAX)),
@@ -199,7 +232,9 @@ fn plan_spec(
                 WarmingMode::Pipelined => plan::WarmingMode::Pipelined,
             },
             snapshot_concurrency: warming.snapshot_concurrency,
-            start_concurrency: warming.start_concurrency.unwrap_or(node.default_concurrency),
+            start_concurrency: warming
+                .start_concurrency
+                .unwrap_or(node.default_concurrency),
             preconnect_concurrency: warming
                 .preconnect_concurrency
                 .unwrap_or(node.default_concurrency),

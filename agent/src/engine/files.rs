@@ -26,7 +26,12 @@ pub(super) fn replace(path: &Path, text: &str) -> io::Result<()> {
     }
     let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
     let new = path.with_extension(format!("{serial}.new"));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
     file.write_all(text.as_bytes())?;
     file.set_permissions(fs::Permissions::from_mode(0o644))?;
     fs::rename(&new, path)

@@ -93,23 +93,80 @@ impl Metrics {
     }
 
     fn register(&self, registry: &mut Registry) {
-        registry.register("branches", "Branches of a pool by state", self.branches.clone());
-        registry.register("warming_failures", "Branches that could not be made, by reason", self.failures.clone());
-        registry.register("lease_refusals", "Commands that were refused, by reason", self.refusals.clone());
-        registry.register_with_unit("space", "Branch filesystem by kind", Unit::Bytes, self.space.clone());
-        registry.register("gates", "1 while refill is held back for the reason", self.gates.clone());
+        registry.register(
+            "branches",
+            "Branches of a pool by state",
+            self.branches.clone(),
+        );
+        registry.register(
+            "warming_failures",
+            "Branches that could not be made, by reason",
+            self.failures.clone(),
+        );
+        registry.register(
+            "lease_refusals",
+            "Commands that were refused, by reason",
+            self.refusals.clone(),
+        );
+        registry.register_with_unit(
+            "space",
+            "Branch filesystem by kind",
+            Unit::Bytes,
+            self.space.clone(),
+        );
+        registry.register(
+            "gates",
+            "1 while refill is held back for the reason",
+            self.gates.clone(),
+        );
         registry.register("leases", "Leases that are bound", self.leases.clone());
-        registry.register("quarantined", "Things that are left for people to look at", self.quarantined.clone());
-        registry.register("journal_pending", "Writes that wait for the journal", self.journal_pending.clone());
-        registry.register("leases_handed_out", "Leases handed out", self.handed_out.clone());
-        registry.register("server_restarts", "Leased servers started again on their data", self.restarts.clone());
-        registry.register("tombstones_deleted", "Tombstones deleted for good", self.deleted.clone());
+        registry.register(
+            "quarantined",
+            "Things that are left for people to look at",
+            self.quarantined.clone(),
+        );
+        registry.register(
+            "journal_pending",
+            "Writes that wait for the journal",
+            self.journal_pending.clone(),
+        );
+        registry.register(
+            "leases_handed_out",
+            "Leases handed out",
+            self.handed_out.clone(),
+        );
+        registry.register(
+            "server_restarts",
+            "Leased servers started again on their data",
+            self.restarts.clone(),
+        );
+        registry.register(
+            "tombstones_deleted",
+            "Tombstones deleted for good",
+            self.deleted.clone(),
+        );
         for (name, help, timer) in [
-            ("handout", "From the request for a lease to its answer", &self.handout),
-            ("snapshot", "Making a snapshot, its journal entry included", &self.snapshot),
+            (
+                "handout",
+                "From the request for a lease to its answer",
+                &self.handout,
+            ),
+            (
+                "snapshot",
+                "Making a snapshot, its journal entry included",
+                &self.snapshot,
+            ),
             ("start", "Starting a server until it is ready", &self.start),
-            ("preconnect", "Opening the session that waits for the first client", &self.preconnect),
-            ("stop", "From the stop of a branch to its tombstone", &self.stop),
+            (
+                "preconnect",
+                "Opening the session that waits for the first client",
+                &self.preconnect,
+            ),
+            (
+                "stop",
+                "From the stop of a branch to its tombstone",
+                &self.stop,
+            ),
             ("golden_build", "Building a golden image", &self.build),
         ] {
             registry.register_with_unit(name, help, Unit::Seconds, timer.clone());
@@ -118,8 +175,11 @@ impl Metrics {
 
     pub(super) fn set_branches(&self, namespace: &str, pool: &str, states: &[(&'static str, u32)]) {
         for (state, count) in states {
-            let labels =
-                PoolState { namespace: namespace.to_owned(), pool: pool.to_owned(), state };
+            let labels = PoolState {
+                namespace: namespace.to_owned(),
+                pool: pool.to_owned(),
+                state,
+            };
             self.branches.get_or_create(&labels).set(i64::from(*count));
         }
     }
@@ -149,11 +209,19 @@ impl Metrics {
     }
 
     pub(super) fn warming_failed(&self, reason: &str) {
-        self.failures.get_or_create(&Reason { reason: reason.to_owned() }).inc();
+        self.failures
+            .get_or_create(&Reason {
+                reason: reason.to_owned(),
+            })
+            .inc();
     }
 
     pub(super) fn refused(&self, refusal: &Refusal) {
-        self.refusals.get_or_create(&Reason { reason: refusal.reason().to_owned() }).inc();
+        self.refusals
+            .get_or_create(&Reason {
+                reason: refusal.reason().to_owned(),
+            })
+            .inc();
     }
 
     /// In the `OpenMetrics` text format.

@@ -45,7 +45,7 @@ use crate::{
     journal::{self, Journal, Kind, Record},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
-    storage::{Branches, layout, ids::NodeKey},
+    storage::{Branches, ids::NodeKey, layout},
 };
 
 /// Commands that may wait for the core; more wait at their connections.
@@ -76,8 +76,12 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Layout { .. } | Self::NodeKey { .. } => 78,
-            Self::Journal { source: journal::Error::Locked { .. } } => 69,
-            Self::Journal { source: journal::Error::Damaged { .. } | journal::Error::Newer { .. } } => 65,
+            Self::Journal {
+                source: journal::Error::Locked { .. },
+            } => 69,
+            Self::Journal {
+                source: journal::Error::Damaged { .. } | journal::Error::Newer { .. },
+            } => 65,
             Self::Cgroup { .. } => 71,
             _ => 1,
         }
@@ -105,7 +109,9 @@ impl Engine {
     pub async fn start(config: Config) -> Result<Self, Error> {
         config.layout.create().context(LayoutSnafu)?;
         let path = config.layout.journal();
-        let (journal, contents) = blocking(move || Journal::open(&path)).await?.context(JournalSnafu)?;
+        let (journal, contents) = blocking(move || Journal::open(&path))
+            .await?
+            .context(JournalSnafu)?;
         let key = NodeKey::load_or_create(&config.layout.node_key()).context(NodeKeySnafu)?;
         let boot_id = journal::boot_id().context(JournalSnafu)?;
         let rebooted = boot::rebooted(&contents, &boot_id);
@@ -120,8 +126,11 @@ impl Engine {
             instance: format!("{:016x}", rand::random::<u64>()),
             isolation: report.clone(),
             postgres_majors: {
-                let mut majors: Vec<u32> =
-                    config.installations.iter().map(|found| found.major).collect();
+                let mut majors: Vec<u32> = config
+                    .installations
+                    .iter()
+                    .map(|found| found.major)
+                    .collect();
                 majors.sort_unstable();
                 majors
             },
@@ -148,10 +157,18 @@ impl Engine {
 
         let scan = {
             let (branches, records) = (branches.clone(), records.clone());
-            blocking(move || boot::scan(&branches, &records)).await?.context(BootSnafu)?
+            blocking(move || boot::scan(&branches, &records))
+                .await?
+                .context(BootSnafu)?
         };
-        let running = if rebooted { BTreeMap::new() } else { boot::running(&world, &records) };
-        boot::clear_cgroups(&world, &cgroups, &running).await.context(BootSnafu)?;
+        let running = if rebooted {
+            BTreeMap::new()
+        } else {
+            boot::running(&world, &records)
+        };
+        boot::clear_cgroups(&world, &cgroups, &running)
+            .await
+            .context(BootSnafu)?;
         let observed = boot::observed(&world, &scan, &running, &records, rebooted);
         for (pool, number, facts) in boot::images(&records) {
             world.set_image(pool, number, facts);
@@ -182,8 +199,12 @@ impl Engine {
         });
         tokio::spawn(sampler::run(Arc::clone(&world)));
         // After what follows from a reboot has been queued: a crash before this sees it again.
-        let boot_record = Record::put(Kind::Meta, committer::BOOT, &boot_id).context(JournalSnafu)?;
-        journal.write(vec![boot_record]).await.context(JournalSnafu)?;
+        let boot_record =
+            Record::put(Kind::Meta, committer::BOOT, &boot_id).context(JournalSnafu)?;
+        journal
+            .write(vec![boot_record])
+            .await
+            .context(JournalSnafu)?;
         Ok(Self {
             commands,
             log,
@@ -203,8 +224,13 @@ impl Engine {
     pub async fn drain(&self, limit: Duration) -> bool {
         let _gone = self.events.send(crate::plan::Event::Drain).await;
         let mut drained = self.drained.clone();
-        let done = tokio::time::timeout(limit, drained.wait_for(|drained| *drained)).await.is_ok();
-        self.world.committer.committed(self.world.committer.submitted()).await;
+        let done = tokio::time::timeout(limit, drained.wait_for(|drained| *drained))
+            .await
+            .is_ok();
+        self.world
+            .committer
+            .committed(self.world.committer.submitted())
+            .await;
         self.log.close();
         self.journal.clone().close().await;
         if done {
@@ -232,20 +258,32 @@ impl Engine {
         });
         match removed.await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::warn!(error = crate::postgres::chain(&error), "cgroups stay behind"),
+            Ok(Err(error)) => tracing::warn!(
+                error = crate::postgres::chain(&error),
+                "cgroups stay behind"
+            ),
             Err(error) => tracing::warn!(error, "cgroups stay behind"),
         }
     }
 
     /// Shown as the node's condition `Manifests`.
     pub fn report_manifests(&self, problem: Option<String>) {
-        *self.manifests.lock().unwrap_or_else(PoisonError::into_inner) = problem;
+        *self
+            .manifests
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = problem;
     }
 
     /// Counts the generations of a pool that no API server counts: up with each change.
     pub fn with_generation(&self, uid: &PoolUid, mut desired: DesiredPool) -> DesiredPool {
-        let known = self.log.known_pool(uid.as_str()).map_or(0, |pool| pool.observed_generation);
-        let unchanged = self.world.applied(uid).is_some_and(|spec| spec == desired.spec);
+        let known = self
+            .log
+            .known_pool(uid.as_str())
+            .map_or(0, |pool| pool.observed_generation);
+        let unchanged = self
+            .world
+            .applied(uid)
+            .is_some_and(|spec| spec == desired.spec);
         desired.generation = if unchanged { known } else { known + 1 };
         desired
     }
@@ -264,8 +302,12 @@ impl Engine {
     }
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
-    steps::blocking(work).await.map_err(|message| Error::Interrupted { message })
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Error> {
+    steps::blocking(work)
+        .await
+        .map_err(|message| Error::Interrupted { message })
 }
 
 /// Settings of the pools that the journal knows, so that leases can be served before anybody sends
@@ -310,7 +352,11 @@ async fn isolation(config: &Config, cgroups: &Base) -> Result<(Isolation, Isolat
         landlock,
         outbound: false,
     };
-    let level = match (user_per_branch, isolation.ipc_namespace && isolation.network_namespace, complete) {
+    let level = match (
+        user_per_branch,
+        isolation.ipc_namespace && isolation.network_namespace,
+        complete,
+    ) {
         (true, true, true) => "Full",
         (true, true, false) => "NoLandlock",
         (true, false, _) => "SharedNamespaces",
@@ -318,7 +364,10 @@ async fn isolation(config: &Config, cgroups: &Base) -> Result<(Isolation, Isolat
     };
     let mut reasons: Vec<String> = missing.into_iter().map(|missing| missing.reason).collect();
     reasons.extend(cgroups.missing().iter().map(|controller| {
-        format!("the cgroup controller {} is not available, so its limits are not in force", controller.name())
+        format!(
+            "the cgroup controller {} is not available, so its limits are not in force",
+            controller.name()
+        )
     }));
     let report = IsolationReport {
         level: level.to_owned(),
@@ -326,7 +375,11 @@ async fn isolation(config: &Config, cgroups: &Base) -> Result<(Isolation, Isolat
         user_per_branch,
         ipc_namespace: isolation.ipc_namespace,
         network_namespace: isolation.network_namespace,
-        landlock_abi: if landlock { branchpool_sys::sandbox::probe().unwrap_or(0) } else { 0 },
+        landlock_abi: if landlock {
+            branchpool_sys::sandbox::probe().unwrap_or(0)
+        } else {
+            0
+        },
         missing: reasons,
     };
     Ok((isolation, report))

@@ -9,7 +9,7 @@ use super::{
     world::World,
 };
 use crate::{
-    plan::{Action, Completion, Event, Failure, Millis, Node},
+    plan::{Action, Completion, Event, Failure, Kick, Millis, Node},
     storage::ids::BranchId,
 };
 
@@ -17,33 +17,57 @@ use crate::{
 pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
     let world = Arc::clone(world);
     match action {
-        Action::Snapshot { branch, pool, generation, entry, deadline } => {
+        Action::Snapshot {
+            branch,
+            pool,
+            generation,
+            entry,
+            deadline,
+        } => {
             let committed = world.committer.submit(vec![entry], Vec::new(), None);
             tokio::spawn(async move {
                 let started = std::time::Instant::now();
                 let limit = world.clock.until(deadline);
                 let result =
                     steps::snapshot(&world, branch, pool, generation, committed, limit).await;
-                world.metrics.snapshot.observe(started.elapsed().as_secs_f64());
+                world
+                    .metrics
+                    .snapshot
+                    .observe(started.elapsed().as_secs_f64());
                 note_failure(&world, &result);
-                world.tell(Event::Done(Completion::Snapshotted { branch, result })).await;
+                world
+                    .tell(Event::Done(Completion::Snapshotted { branch, result }))
+                    .await;
             });
         }
-        Action::Start { branch, slot, pool, deadline } => {
+        Action::Start {
+            branch,
+            slot,
+            pool,
+            deadline,
+        } => {
             let generation = generation(node, branch);
             tokio::spawn(async move {
                 let limit = world.clock.until(deadline);
                 let result = steps::start(&world, branch, slot, generation, &pool, limit).await;
                 note_failure(&world, &result);
-                world.tell(Event::Done(Completion::Started { branch, result })).await;
+                world
+                    .tell(Event::Done(Completion::Started { branch, result }))
+                    .await;
             });
         }
-        Action::Preconnect { branch, pool, deadline } => {
+        Action::Preconnect {
+            branch,
+            pool,
+            deadline,
+        } => {
             tokio::spawn(async move {
                 let limit = world.clock.until(deadline);
                 let result = steps::preconnect(&world, branch, &pool, limit).await;
                 note_failure(&world, &result);
-                world.tell(Event::Done(Completion::Preconnected { branch, result })).await;
+                world
+                    .tell(Event::Done(Completion::Preconnected { branch, result }))
+                    .await;
             });
         }
         Action::Restart { branch, slot, pool } => {
@@ -55,22 +79,34 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
                 if result.is_ok() {
                     world.metrics.restarts.inc();
                 }
-                world.tell(Event::Done(Completion::Restarted { branch, result })).await;
+                world
+                    .tell(Event::Done(Completion::Restarted { branch, result }))
+                    .await;
             });
         }
         Action::HandOver { branch } => {
-            let Some(state) = node.branches.get(&branch) else { return };
+            let Some(state) = node.branches.get(&branch) else {
+                return;
+            };
             let (slot, generation, pool) = (state.slot, state.generation, state.pool.clone());
             tokio::spawn(async move {
                 steps::hand_over(&world, branch, slot, generation, &pool).await;
             });
         }
-        Action::Stop { branch, mode, after } => {
-            let Some(slot) = node.branches.get(&branch).map(|state| state.slot) else { return };
+        Action::Stop {
+            branch,
+            mode,
+            after,
+        } => {
+            let Some(slot) = node.branches.get(&branch).map(|state| state.slot) else {
+                return;
+            };
             let committed = world.committer.submitted();
             tokio::spawn(async move {
                 let result = stop::stop(&world, branch, slot, mode, &after, committed).await;
-                world.tell(Event::Done(Completion::Stopped { branch, result })).await;
+                world
+                    .tell(Event::Done(Completion::Stopped { branch, result }))
+                    .await;
             });
         }
         Action::Delete { id, kick } => {
@@ -79,26 +115,47 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
                 if result.is_ok() {
                     world.metrics.deleted.inc();
                 }
-                world.tell(Event::Done(Completion::Deleted { id, result })).await;
+                world
+                    .tell(Event::Done(Completion::Deleted { id, result }))
+                    .await;
             });
         }
-        Action::DropGolden { pool, generation, id } => {
+        Action::DropGolden {
+            pool,
+            generation,
+            id,
+        } => {
             tokio::spawn(async move {
                 let (branches, uid) = (world.branches.clone(), pool.clone());
                 let result = blocking(move || branches.trash_golden(&uid, generation, &id))
                     .await
                     .and_then(|result| result.map_err(|error| error.to_string()));
-                let done = Completion::GoldenDropped { pool, generation, id, result };
+                let done = Completion::GoldenDropped {
+                    pool,
+                    generation,
+                    id,
+                    result,
+                };
                 world.tell(Event::Done(done)).await;
             });
         }
-        Action::Build { pool, generation, entry } => {
+        Action::Build {
+            pool,
+            generation,
+            entry,
+        } => {
             let committed = world.committer.submit(vec![entry], Vec::new(), None);
             let cancelled = world.begin_build(pool.clone());
             tokio::spawn(async move {
                 world.committer.committed(committed).await;
                 let result = build::build(&world, &pool, generation, cancelled).await;
-                world.tell(Event::Done(Completion::Built { pool, generation, result })).await;
+                world
+                    .tell(Event::Done(Completion::Built {
+                        pool,
+                        generation,
+                        result,
+                    }))
+                    .await;
             });
         }
         // The actor's own.
@@ -119,11 +176,32 @@ fn note_failure(world: &World, result: &Result<(), Failure>) {
     }
 }
 
-async fn delete(world: &World, id: BranchId, kick: bool) -> Result<(), String> {
+async fn delete(world: &Arc<World>, id: BranchId, kick: Option<Kick>) -> Result<(), String> {
     let branches = world.branches.clone();
-    blocking(move || {
-        branches.delete_tombstone(&id).map_err(|error| error.to_string())?;
-        if kick { branches.kick_cleaner().map_err(|error| error.to_string()) } else { Ok(()) }
-    })
-    .await?
+    blocking(move || branches.delete_tombstone(&id))
+        .await?
+        .map_err(|error| error.to_string())?;
+    if let Some(kick) = kick {
+        reclaim(world, kick);
+    }
+    Ok(())
+}
+
+/// Nobody waits for it: asking for a commit may take until the filesystem's own next one, half a
+/// minute, when another commit comes in between. One at a time.
+fn reclaim(world: &Arc<World>, kick: Kick) {
+    let Ok(turn) = Arc::clone(&world.reclaim_turn).try_acquire_owned() else {
+        return;
+    };
+    let branches = world.branches.clone();
+    tokio::task::spawn_blocking(move || {
+        let result = match kick {
+            Kick::Soon => branches.kick_cleaner(),
+            Kick::Now => branches.reclaim(),
+        };
+        if let Err(error) = result {
+            tracing::warn!(%error, "the space of deleted branches comes back later");
+        }
+        drop(turn);
+    });
 }

@@ -2,9 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use branchpool_agent_api::{
-    Condition, Isolation, NodeStatus, PoolProbe, QueueProbe, Quarantined,
-};
+use branchpool_agent_api::{Condition, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe};
 
 use super::world::World;
 use crate::{
@@ -13,8 +11,15 @@ use crate::{
 };
 
 const STATES: [&str; 9] = [
-    "ready", "snapshotting", "starting", "preconnecting", "leased", "cleaning", "quarantined",
-    "tombstones", "stale",
+    "ready",
+    "snapshotting",
+    "starting",
+    "preconnecting",
+    "leased",
+    "cleaning",
+    "quarantined",
+    "tombstones",
+    "stale",
 ];
 
 /// What about the node does not change while the agent runs.
@@ -38,7 +43,13 @@ pub(super) struct Publisher {
 
 impl Publisher {
     pub(super) fn new(log: WatchLog, facts: Arc<Facts>) -> Self {
-        Self { log, facts, pools: BTreeSet::new(), leases: BTreeSet::new(), node: true }
+        Self {
+            log,
+            facts,
+            pools: BTreeSet::new(),
+            leases: BTreeSet::new(),
+            node: true,
+        }
     }
 
     /// Reports everything with the next publication.
@@ -62,7 +73,8 @@ impl Publisher {
             match node.leases.get(&uid) {
                 Some(lease) => {
                     let host = world.layout.endpoint(&lease.endpoint);
-                    self.log.lease(lease.view(&uid.0, &host.display().to_string()));
+                    self.log
+                        .lease(lease.view(&uid.0, &host.display().to_string()));
                 }
                 None => drop(self.log.lease_gone(&uid.0)),
             }
@@ -72,36 +84,62 @@ impl Publisher {
                 Some(status) => {
                     let name = &status.name;
                     let counts = [
-                        status.ready, status.snapshotting, status.starting, status.preconnecting,
-                        status.leased, status.cleaning, status.quarantined, status.tombstones,
+                        status.ready,
+                        status.snapshotting,
+                        status.starting,
+                        status.preconnecting,
+                        status.leased,
+                        status.cleaning,
+                        status.quarantined,
+                        status.tombstones,
                         status.stale,
                     ];
                     let states: Vec<_> = STATES.into_iter().zip(counts).collect();
-                    world.metrics.set_branches(&name.namespace, &name.name, &states);
+                    world
+                        .metrics
+                        .set_branches(&name.namespace, &name.name, &states);
                     self.log.pool(status);
                 }
                 None => {
                     world.drop_settings(&uid);
                     if let Some(gone) = self.log.known_pool(uid.as_str()) {
-                        world.metrics.drop_pool(&gone.name.namespace, &gone.name.name, &STATES);
+                        world
+                            .metrics
+                            .drop_pool(&gone.name.namespace, &gone.name.name, &STATES);
                     }
                     self.log.pool_gone(uid.as_str());
                 }
             }
         }
         self.node = false;
-        let bound = node.leases.values().filter(|lease| lease.is_bound()).count();
-        world.metrics.leases.set(i64::try_from(bound).unwrap_or(i64::MAX));
-        world.metrics.set_gates(node.gates.iter().map(|gate| gate.reason.clone()));
+        let bound = node
+            .leases
+            .values()
+            .filter(|lease| lease.is_bound())
+            .count();
+        world
+            .metrics
+            .leases
+            .set(i64::try_from(bound).unwrap_or(i64::MAX));
+        world
+            .metrics
+            .set_gates(node.gates.iter().map(|gate| gate.reason.clone()));
         let status = node_status(node, world, &self.facts);
-        world.metrics.quarantined.set(i64::try_from(status.quarantined.len()).unwrap_or(i64::MAX));
+        world
+            .metrics
+            .quarantined
+            .set(i64::try_from(status.quarantined.len()).unwrap_or(i64::MAX));
         self.log.node(status);
     }
 }
 
 /// The node as it is now. What changes all the time (space, queues) is filled in when asked for.
 pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStatus {
-    let bound = node.leases.values().filter(|lease| lease.is_bound()).count();
+    let bound = node
+        .leases
+        .values()
+        .filter(|lease| lease.is_bound())
+        .count();
     let open = node.gates.is_empty() && !node.is_draining();
     let mut quarantined = node.strays.clone();
     for branch in node.branches.values() {
@@ -131,7 +169,11 @@ pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStat
         max_branches: node.limits.slots,
         branches: u32::try_from(node.branches.len()).unwrap_or(u32::MAX),
         leases: u32::try_from(bound).unwrap_or(u32::MAX),
-        pools: node.pools.values().map(|pool| pool_probe(node, pool)).collect(),
+        pools: node
+            .pools
+            .values()
+            .map(|pool| pool_probe(node, pool))
+            .collect(),
         quarantined,
         trash_directory: "trash".to_owned(),
         resident_state: true,
@@ -152,15 +194,22 @@ fn conditions(node: &Node) -> Vec<Condition> {
         message: message.to_owned(),
     };
     let ready = if node.is_draining() {
-        condition("Ready", false, "Draining", "the agent is stopping; leases survive its restart")
+        condition(
+            "Ready",
+            false,
+            "Draining",
+            "the agent is stopping; leases survive its restart",
+        )
     } else {
         condition("Ready", true, "Serving", "leases are handed out")
     };
-    let pressure = |kind: &str, reasons: &[&str]| {
-        match node.gates.iter().find(|gate| reasons.contains(&gate.reason.as_str())) {
-            Some(gate) => condition(kind, true, &gate.reason, &gate.message),
-            None => condition(kind, false, "Enough", "there is enough of it"),
-        }
+    let pressure = |kind: &str, reasons: &[&str]| match node
+        .gates
+        .iter()
+        .find(|gate| reasons.contains(&gate.reason.as_str()))
+    {
+        Some(gate) => condition(kind, true, &gate.reason, &gate.message),
+        None => condition(kind, false, "Enough", "there is enough of it"),
     };
     vec![
         ready,
@@ -172,7 +221,11 @@ fn conditions(node: &Node) -> Vec<Condition> {
 fn pool_probe(node: &Node, pool: &Pool) -> PoolProbe {
     let counts = pool.counts();
     let (spec, warming, cleanup) = (&pool.spec, &pool.spec.warming, &pool.spec.cleanup);
-    let queue = |concurrency: u32, active: u32, queued: u32| QueueProbe { concurrency, active, queued };
+    let queue = |concurrency: u32, active: u32, queued: u32| QueueProbe {
+        concurrency,
+        active,
+        queued,
+    };
     let (deleting, waiting) = node.tombstones(&spec.uid);
     PoolProbe {
         uid: spec.uid.to_string(),
@@ -189,9 +242,21 @@ fn pool_probe(node: &Node, pool: &Pool) -> PoolProbe {
         }
         .to_owned(),
         refill_window: crate::plan::WINDOW,
-        snapshot: queue(warming.snapshot_concurrency, counts.snapshotting, node.deficit(pool)),
-        start: queue(warming.start_concurrency, counts.starting, counts.snapshotted),
-        preconnect: queue(warming.preconnect_concurrency, counts.preconnecting, counts.started),
+        snapshot: queue(
+            warming.snapshot_concurrency,
+            counts.snapshotting,
+            node.deficit(pool),
+        ),
+        start: queue(
+            warming.start_concurrency,
+            counts.starting,
+            counts.snapshotted,
+        ),
+        preconnect: queue(
+            warming.preconnect_concurrency,
+            counts.preconnecting,
+            counts.started,
+        ),
         preconnect_mode: match warming.preconnect {
             Preconnect::WhileWarming => "WhileWarming",
             Preconnect::OnLease => "OnLease",

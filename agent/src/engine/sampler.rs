@@ -31,11 +31,18 @@ pub(super) async fn run(world: Arc<World>) {
                 world.set_sample(sample);
                 let mut now = pressure(&sample, &before.gates);
                 if let Some(detail) = failing.borrow().clone() {
-                    now.gates.push(Gate { reason: "JournalFailing".to_owned(), message: detail });
+                    now.gates.push(Gate {
+                        reason: "JournalFailing".to_owned(),
+                        message: detail,
+                    });
                 }
                 if now != before {
                     for gate in &now.gates {
-                        tracing::warn!(reason = gate.reason, "refill is held back: {}", gate.message);
+                        tracing::warn!(
+                            reason = gate.reason,
+                            "refill is held back: {}",
+                            gate.message
+                        );
                     }
                     before = now.clone();
                     let Pressure { gates, reclaim } = now;
@@ -53,7 +60,11 @@ pub(super) fn sample(world: &World) -> Result<Sample, String> {
     let memory = read("/proc/meminfo")?;
     let field = |name: &str| {
         let line = memory.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
+        line.split_whitespace()
+            .next()?
+            .parse::<u64>()
+            .ok()
+            .map(|kib| kib << 10)
     };
     let load = read("/proc/loadavg")?;
     let processes = load
@@ -70,7 +81,11 @@ pub(super) fn sample(world: &World) -> Result<Sample, String> {
         memory_total: field("MemTotal:").unwrap_or(0),
         memory_available: field("MemAvailable:").unwrap_or(u64::MAX),
         processes,
-        processes_most: most.iter().filter_map(|path| number(path)).min().unwrap_or(u64::MAX),
+        processes_most: most
+            .iter()
+            .filter_map(|path| number(path))
+            .min()
+            .unwrap_or(u64::MAX),
         descriptors,
         descriptors_most: descriptors_most.unwrap_or(u64::MAX),
     })
@@ -82,17 +97,28 @@ fn read(path: &str) -> Result<String, String> {
 
 /// Empties server logs beyond their cap. Their writers append, so they go on at the start.
 fn cut_logs(world: &World) {
-    let Ok(entries) = fs::read_dir(world.layout.logs()) else { return };
+    let Ok(entries) = fs::read_dir(world.layout.logs()) else {
+        return;
+    };
     for entry in entries.flatten() {
-        let is_long = entry.metadata().is_ok_and(|data| data.is_file() && data.len() > world.log_cap);
+        let is_long = entry
+            .metadata()
+            .is_ok_and(|data| data.is_file() && data.len() > world.log_cap);
         if !is_long {
             continue;
         }
         let path = entry.path();
-        let cut = fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(0));
+        let cut = fs::OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .and_then(|file| file.set_len(0));
         match cut {
-            Ok(()) => tracing::warn!(log = %path.display(), "a server log reached its cap and was emptied"),
-            Err(error) => tracing::warn!(log = %path.display(), %error, "a server log could not be emptied"),
+            Ok(()) => {
+                tracing::warn!(log = %path.display(), "a server log reached its cap and was emptied")
+            }
+            Err(error) => {
+                tracing::warn!(log = %path.display(), %error, "a server log could not be emptied")
+            }
         }
     }
 }

@@ -44,66 +44,111 @@ impl From<Refusal> for Problem {
         let word = refusal.reason();
         match refusal {
             Refusal::PoolNotFound { pool, known } => Problem::pool_not_found(&pool, &known),
-            Refusal::PoolUidNotFound { pool } => {
-                Problem::new(404, word, format!("there is no pool with the uid {pool} on this node"))
-            }
+            Refusal::PoolUidNotFound { pool } => Problem::new(
+                404,
+                word,
+                format!("there is no pool with the uid {pool} on this node"),
+            ),
             Refusal::LeaseNotFound { uid } => {
                 Problem::new(404, word, format!("there is no lease {uid} on this node"))
             }
-            Refusal::LeaseConflict { uid, pool } => Problem::new(409, word, format!(
-                "the lease {uid} exists and is of pool {pool}; choose another uid"
-            )),
-            Refusal::LeaseEnded { uid, phase } => Problem::new(410, word, format!(
-                "the lease {uid} has ended ({phase:?}); take a new one, with another uid"
-            )),
-            Refusal::StillBound { uid } => {
-                Problem::new(409, word, format!("the lease {uid} is bound; release it first"))
+            Refusal::LeaseConflict { uid, pool } => Problem::new(
+                409,
+                word,
+                format!("the lease {uid} exists and is of pool {pool}; choose another uid"),
+            ),
+            Refusal::LeaseEnded { uid, phase } => Problem::new(
+                410,
+                word,
+                format!("the lease {uid} has ended ({phase:?}); take a new one, with another uid"),
+            ),
+            Refusal::StillBound { uid } => Problem::new(
+                409,
+                word,
+                format!("the lease {uid} is bound; release it first"),
+            ),
+            Refusal::NoBranchReady {
+                pool,
+                why,
+                retry_after,
+            } => Problem::new(
+                503,
+                word,
+                format!("no branch of pool {pool} is ready: {why}"),
+            )
+            .with_retry_after_ms(retry_after),
+            Refusal::TtlTooLong { asked, most, field } => {
+                Problem::invalid_fields(vec![FieldError::new(
+                    field,
+                    format!(
+                        "{} s are asked for, and the pool's lease.maxTTL allows {} s; ask for less, or raise it",
+                        asked / SECOND,
+                        most / SECOND
+                    ),
+                )])
             }
-            Refusal::NoBranchReady { pool, why, retry_after } => {
-                Problem::new(503, word, format!("no branch of pool {pool} is ready: {why}"))
-                    .with_retry_after_ms(retry_after)
-            }
-            Refusal::TtlTooLong { asked, most, field } => Problem::invalid_fields(vec![FieldError::new(
-                field,
+            Refusal::LifetimeOver { uid, most } => Problem::new(
+                409,
+                word,
                 format!(
-                    "{} s are asked for, and the pool's lease.maxTTL allows {} s; ask for less, or raise it",
-                    asked / SECOND, most / SECOND
+                    "the lease {uid} has reached the pool's lease.maxLifetime of {} s; take a new one",
+                    most / SECOND
                 ),
-            )]),
-            Refusal::LifetimeOver { uid, most } => Problem::new(409, word, format!(
-                "the lease {uid} has reached the pool's lease.maxLifetime of {} s; take a new one",
-                most / SECOND
-            )),
-            Refusal::TooManyLeases { most } => Problem::new(503, word, format!(
-                "the node knows {most} leases, which is the most; forget finished ones"
-            ))
+            ),
+            Refusal::TooManyLeases { most } => Problem::new(
+                503,
+                word,
+                format!("the node knows {most} leases, which is the most; forget finished ones"),
+            )
             .with_retry_after_ms(10 * SECOND),
-            Refusal::StaleEpoch { given, current } => Problem::new(409, word, format!(
-                "the command is of epoch {given}, and a leader of epoch {current} has taken over"
-            )),
-            Refusal::NameTaken { pool, by } => Problem::new(409, word, format!(
-                "pool {pool} is there already, with the uid {by}; remove that one first"
-            )),
-            Refusal::Draining => Problem::new(503, word, "the agent is stopping; ask again when it has been started")
-                .with_retry_after_ms(2 * SECOND),
-            Refusal::JournalFailed { detail } => Problem::new(503, word, format!(
-                "the change could not be journalled: {detail}; send the same request again"
-            ))
+            Refusal::StaleEpoch { given, current } => Problem::new(
+                409,
+                word,
+                format!(
+                    "the command is of epoch {given}, and a leader of epoch {current} has taken over"
+                ),
+            ),
+            Refusal::NameTaken { pool, by } => Problem::new(
+                409,
+                word,
+                format!("pool {pool} is there already, with the uid {by}; remove that one first"),
+            ),
+            Refusal::Draining => Problem::new(
+                503,
+                word,
+                "the agent is stopping; ask again when it has been started",
+            )
+            .with_retry_after_ms(2 * SECOND),
+            Refusal::JournalFailed { detail } => Problem::new(
+                503,
+                word,
+                format!(
+                    "the change could not be journalled: {detail}; send the same request again"
+                ),
+            )
             .with_retry_after_ms(SECOND),
         }
     }
 }
 
 fn stopped() -> Problem {
-    Problem::new(503, "Draining", "the agent has stopped; ask again when it has been started")
-        .with_retry_after_ms(2 * SECOND)
+    Problem::new(
+        503,
+        "Draining",
+        "the agent has stopped; ask again when it has been started",
+    )
+    .with_retry_after_ms(2 * SECOND)
 }
 
 impl Engine {
     async fn ask_lease(&self, command: Command) -> Result<(Lease, bool), Problem> {
         let answer = self.ask(command, None).await.ok_or_else(stopped)??;
         match *answer {
-            Answer::Lease { uid, lease, created } => {
+            Answer::Lease {
+                uid,
+                lease,
+                created,
+            } => {
                 let host = self.world.layout.endpoint(&lease.endpoint);
                 Ok((lease.view(&uid.0, &host.display().to_string()), created))
             }
@@ -122,7 +167,11 @@ impl Engine {
 }
 
 fn unexpected(answer: &Answer) -> Problem {
-    Problem::new(500, "Unexpected", format!("the core gave another answer than was asked for: {answer:?}"))
+    Problem::new(
+        500,
+        "Unexpected",
+        format!("the core gave another answer than was asked for: {answer:?}"),
+    )
 }
 
 impl Service for Engine {
@@ -137,7 +186,10 @@ impl Service for Engine {
                 epoch: request.epoch,
             })
             .await?;
-        self.world.metrics.handout.observe(started.elapsed().as_secs_f64());
+        self.world
+            .metrics
+            .handout
+            .observe(started.elapsed().as_secs_f64());
         if answer.1 {
             self.world.metrics.handed_out.inc();
         }
@@ -146,7 +198,11 @@ impl Service for Engine {
 
     async fn renew(&self, uid: String, request: RenewRequest) -> Result<Lease, Problem> {
         let ttl = request.ttl_seconds.map(|seconds| seconds * SECOND);
-        let command = Command::Renew { uid: LeaseUid(uid), ttl, epoch: request.epoch };
+        let command = Command::Renew {
+            uid: LeaseUid(uid),
+            ttl,
+            epoch: request.epoch,
+        };
         Ok(self.ask_lease(command).await?.0)
     }
 
@@ -160,12 +216,18 @@ impl Service for Engine {
     }
 
     async fn release(&self, uid: String, epoch: Option<u64>) -> Result<Lease, Problem> {
-        let command = Command::Release { uid: LeaseUid(uid), epoch };
+        let command = Command::Release {
+            uid: LeaseUid(uid),
+            epoch,
+        };
         Ok(self.ask_lease(command).await?.0)
     }
 
     async fn forget(&self, uid: String, epoch: Option<u64>) -> Result<(), Problem> {
-        let command = Command::Forget { uid: LeaseUid(uid), epoch };
+        let command = Command::Forget {
+            uid: LeaseUid(uid),
+            epoch,
+        };
         self.ask(command, None).await.ok_or_else(stopped)??;
         Ok(())
     }
@@ -186,7 +248,11 @@ impl Service for Engine {
         let mut node = self.log.known_node();
         node.space = self.world.sample().space;
         node.journal_pending = u32::try_from(self.world.committer.pending()).unwrap_or(u32::MAX);
-        let manifests = self.manifests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let manifests = self
+            .manifests
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         if let Some(message) = manifests {
             node.conditions.push(Condition {
                 kind: "Manifests".to_owned(),
@@ -199,27 +265,39 @@ impl Service for Engine {
     }
 
     async fn apply_pool(&self, uid: String, desired: DesiredPool) -> Result<PoolStatus, Problem> {
-        let uid: PoolUid = uid
-            .parse()
-            .map_err(|error: crate::storage::ids::Error| Problem::invalid_field("uid", error.to_string()))?;
+        let uid: PoolUid = uid.parse().map_err(|error: crate::storage::ids::Error| {
+            Problem::invalid_field("uid", error.to_string())
+        })?;
         let (spec, settings) = desired::convert(&uid, &desired, self.abilities())?;
         build::write_auth(&self.world.layout, &uid, &spec.role).map_err(|error| {
-            Problem::new(500, "RunDirectory", format!("the run directory cannot be written: {error}"))
+            Problem::new(
+                500,
+                "RunDirectory",
+                format!("the run directory cannot be written: {error}"),
+            )
         })?;
         let body = serde_json::to_value(&desired)
             .map_err(|error| Problem::new(500, "Encoding", error.to_string()))?;
-        let command = Command::Apply { spec: Box::new(spec), body, epoch: desired.epoch };
-        self.ask(command, Some(Arc::new(settings))).await.ok_or_else(stopped)??;
-        self.log
-            .known_pool(uid.as_str())
-            .ok_or_else(|| Problem::new(500, "Unexpected", "the pool was taken in and is gone again"))
+        let command = Command::Apply {
+            spec: Box::new(spec),
+            body,
+            epoch: desired.epoch,
+        };
+        self.ask(command, Some(Arc::new(settings)))
+            .await
+            .ok_or_else(stopped)??;
+        self.log.known_pool(uid.as_str()).ok_or_else(|| {
+            Problem::new(500, "Unexpected", "the pool was taken in and is gone again")
+        })
     }
 
     async fn remove_pool(&self, uid: String, epoch: Option<u64>) -> Result<(), Problem> {
-        let pool: PoolUid = uid
-            .parse()
-            .map_err(|error: crate::storage::ids::Error| Problem::invalid_field("uid", error.to_string()))?;
-        self.ask(Command::Remove { pool, epoch }, None).await.ok_or_else(stopped)??;
+        let pool: PoolUid = uid.parse().map_err(|error: crate::storage::ids::Error| {
+            Problem::invalid_field("uid", error.to_string())
+        })?;
+        self.ask(Command::Remove { pool, epoch }, None)
+            .await
+            .ok_or_else(stopped)??;
         Ok(())
     }
 
@@ -237,12 +315,19 @@ impl Service for Engine {
             ("metadata_free", space.metadata_free),
         ]);
         let pending = self.world.committer.pending();
-        self.world.metrics.journal_pending.set(i64::try_from(pending).unwrap_or(i64::MAX));
+        self.world
+            .metrics
+            .journal_pending
+            .set(i64::try_from(pending).unwrap_or(i64::MAX));
         self.world.metrics.text()
     }
 
     fn readiness(&self) -> Result<(), String> {
         let node = self.log.known_node();
-        if node.ready { Ok(()) } else { Err("the agent is stopping".to_owned()) }
+        if node.ready {
+            Ok(())
+        } else {
+            Err("the agent is stopping".to_owned())
+        }
     }
 }

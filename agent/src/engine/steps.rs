@@ -32,14 +32,19 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 const SESSION_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn failure(reason: &str, message: impl Into<String>) -> Failure {
-    Failure { reason: reason.to_owned(), message: message.into() }
+    Failure {
+        reason: reason.to_owned(),
+        message: message.into(),
+    }
 }
 
 /// Runs what blocks, apart from what must not.
 pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| format!("it ended abnormally: {error}"))
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| format!("it ended abnormally: {error}"))
 }
 
 /// What the journal has to hold first is `committed`.
@@ -65,9 +70,13 @@ pub(super) async fn snapshot(
         Ok(Ok(Ok(_))) => Ok(()),
         Ok(Ok(Err(error))) => Err(failure("SnapshotFailed", error.to_string())),
         Ok(Err(error)) => Err(failure("SnapshotFailed", error)),
-        Err(_) => Err(failure("SnapshotFailed", format!(
-            "the snapshot was not made within {} s; is the disk overloaded?", limit.as_secs()
-        ))),
+        Err(_) => Err(failure(
+            "SnapshotFailed",
+            format!(
+                "the snapshot was not made within {} s; is the disk overloaded?",
+                limit.as_secs()
+            ),
+        )),
     }
 }
 
@@ -82,7 +91,17 @@ pub(super) async fn start(
 ) -> Result<(), Failure> {
     let runtime = world.runtime(id);
     let mut runtime = runtime.lock().await;
-    launch(world, &mut runtime, id, slot, generation, pool, Phase::Warming, limit).await
+    launch(
+        world,
+        &mut runtime,
+        id,
+        slot,
+        generation,
+        pool,
+        Phase::Warming,
+        limit,
+    )
+    .await
 }
 
 /// Starts the server of a leased branch again, after all that ran on its data is gone.
@@ -101,7 +120,9 @@ pub(super) async fn restart(
         watch.abort();
     }
     runtime.server = None;
-    let group = world.slot_group(slot).map_err(|error| failure("StartFailed", chain(&error)))?;
+    let group = world
+        .slot_group(slot)
+        .map_err(|error| failure("StartFailed", chain(&error)))?;
     server::kill_group(&group).await.map_err(|error| {
         failure("StartFailed", format!(
             "processes of the old server are still there, so a new one is not started on their data: {}",
@@ -109,10 +130,23 @@ pub(super) async fn restart(
         ))
     })?;
     let phase = Phase::HandedOver;
-    launch(world, &mut runtime, id, slot, generation, pool, phase, RESTART_TIMEOUT).await
+    launch(
+        world,
+        &mut runtime,
+        id,
+        slot,
+        generation,
+        pool,
+        phase,
+        RESTART_TIMEOUT,
+    )
+    .await
 }
 
-#[expect(clippy::too_many_arguments, reason = "a server needs all of these to start")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a server needs all of these to start"
+)]
 async fn launch(
     world: &Arc<World>,
     runtime: &mut Runtime,
@@ -125,7 +159,10 @@ async fn launch(
 ) -> Result<(), Failure> {
     let started = std::time::Instant::now();
     let settings = world.settings(pool).ok_or_else(|| {
-        failure("StartFailed", format!("the settings of pool {pool} are not known any more"))
+        failure(
+            "StartFailed",
+            format!("the settings of pool {pool} are not known any more"),
+        )
     })?;
     let text = render(world, &settings, pool, generation, phase)?;
     let user = slot_user(world, slot);
@@ -140,10 +177,21 @@ async fn launch(
     let prepared = blocking(move || prepare(&layout, id, target.as_deref(), user, &text)).await;
     prepared
         .and_then(|result| result.map_err(|error| error.to_string()))
-        .map_err(|error| failure("StartFailed", format!("its run directory could not be made: {error}")))?;
+        .map_err(|error| {
+            failure(
+                "StartFailed",
+                format!("its run directory could not be made: {error}"),
+            )
+        })?;
 
-    let group = world.slot_group(slot).map_err(|error| failure("StartFailed", chain(&error)))?;
-    let weight = if phase == Phase::Warming { WARMING_WEIGHT } else { LEASED_WEIGHT };
+    let group = world
+        .slot_group(slot)
+        .map_err(|error| failure("StartFailed", chain(&error)))?;
+    let weight = if phase == Phase::Warming {
+        WARMING_WEIGHT
+    } else {
+        LEASED_WEIGHT
+    };
     group
         .set_limits(settings.limits)
         .and_then(|()| group.set_cpu_weight(weight))
@@ -154,13 +202,18 @@ async fn launch(
         .find(|installation| installation.major == settings.major)
         .ok_or_else(|| {
             let major = settings.major;
-            failure("StartFailed", format!("Postgres {major} is not installed on this node any more"))
+            failure(
+                "StartFailed",
+                format!("Postgres {major} is not installed on this node any more"),
+            )
         })?;
     let layout = &world.layout;
     let launch = Launch {
         installation,
         control: Control {
-            data_dir: mount.as_ref().map_or_else(|| layout.branch(&id), |mount| mount.target.clone()),
+            data_dir: mount
+                .as_ref()
+                .map_or_else(|| layout.branch(&id), |mount| mount.target.clone()),
             config_file: layout.branch_config(&id),
             hba_file: layout.hba(pool),
             ident_file: layout.ident(pool),
@@ -172,7 +225,10 @@ async fn launch(
         mount,
         user,
         group: &group,
-        isolation: Isolation { outbound: settings.outbound, ..world.isolation },
+        isolation: Isolation {
+            outbound: settings.outbound,
+            ..world.isolation
+        },
         log: &layout.log(id.as_str()),
         timeout: limit,
     };
@@ -207,7 +263,10 @@ pub(super) fn slot_user(world: &World, slot: Slot) -> User {
 }
 
 fn disk_user(world: &World) -> User {
-    User { uid: world.disk_user.uid, gid: world.disk_user.gid }
+    User {
+        uid: world.disk_user.uid,
+        gid: world.disk_user.gid,
+    }
 }
 
 fn render(
@@ -218,7 +277,10 @@ fn render(
     phase: Phase,
 ) -> Result<String, Failure> {
     let facts = world.image(pool, generation).ok_or_else(|| {
-        failure("StartFailed", format!("the golden image {generation} of pool {pool} is not known any more"))
+        failure(
+            "StartFailed",
+            format!("the golden image {generation} of pool {pool} is not known any more"),
+        )
     })?;
     let profile = Profile {
         tuning: settings.tuning,
@@ -244,7 +306,11 @@ fn prepare(
     // An earlier server that was killed left its socket and lock file.
     files::absent(fs::remove_dir_all(&sockets))?;
     files::make_dir(&sockets, 0o700)?;
-    rustix::fs::chown(&sockets, Some(Uid::from_raw(user.uid)), Some(Gid::from_raw(user.gid)))?;
+    rustix::fs::chown(
+        &sockets,
+        Some(Uid::from_raw(user.uid)),
+        Some(Gid::from_raw(user.gid)),
+    )?;
     if let Some(target) = mount_target {
         files::make_dir(target, 0o711)?;
     }
@@ -263,16 +329,25 @@ pub(super) async fn preconnect(
     let mut runtime = runtime.lock().await;
     let session = timeout(limit.min(SESSION_TIMEOUT), connect(world, id, pool))
         .await
-        .map_err(|_| failure("PreconnectFailed", "its server did not answer the first session in time"))?
+        .map_err(|_| {
+            failure(
+                "PreconnectFailed",
+                "its server did not answer the first session in time",
+            )
+        })?
         .map_err(|error| failure("PreconnectFailed", error))?;
     runtime.session = Some(hold(world, id, session));
-    world.metrics.preconnect.observe(started.elapsed().as_secs_f64());
+    world
+        .metrics
+        .preconnect
+        .observe(started.elapsed().as_secs_f64());
     Ok(())
 }
 
 async fn connect(world: &World, id: BranchId, pool: &PoolUid) -> Result<Session, String> {
-    let settings =
-        world.settings(pool).ok_or_else(|| format!("pool {pool} is not known any more"))?;
+    let settings = world
+        .settings(pool)
+        .ok_or_else(|| format!("pool {pool} is not known any more"))?;
     let startup = Startup {
         user: settings.role.clone(),
         database: settings.database.clone(),
@@ -286,7 +361,10 @@ async fn connect(world: &World, id: BranchId, pool: &PoolUid) -> Result<Session,
         .execute("SET idle_session_timeout = 0")
         .await
         .map_err(|error| error.to_string())?;
-    let one = session.query_one("SELECT 1").await.map_err(|error| error.to_string())?;
+    let one = session
+        .query_one("SELECT 1")
+        .await
+        .map_err(|error| error.to_string())?;
     if one.as_deref() == Some("1") {
         Ok(session)
     } else {
@@ -322,8 +400,12 @@ pub(super) async fn hand_over(
     let runtime = world.runtime(id);
     let mut runtime = runtime.lock().await;
     runtime.session = None;
-    let Some(server) = runtime.server.clone() else { return };
-    let weight = world.slot_group(slot).and_then(|group| group.set_cpu_weight(LEASED_WEIGHT));
+    let Some(server) = runtime.server.clone() else {
+        return;
+    };
+    let weight = world
+        .slot_group(slot)
+        .and_then(|group| group.set_cpu_weight(LEASED_WEIGHT));
     if let Err(error) = weight {
         tracing::warn!(branch = %id, error = chain(&error), "the leased branch keeps its lower CPU weight");
     }

@@ -58,9 +58,15 @@ async fn stop_server(
     let Some(server) = runtime.server.take() else {
         // Nothing that this agent started; but a start of an earlier one may have been cut short.
         let group = world.slot_group(slot).map_err(|error| chain(&error))?;
-        server::kill_group(&group).await.map_err(|error| chain(&error))?;
+        server::kill_group(&group)
+            .await
+            .map_err(|error| chain(&error))?;
         let target = world.layout.slot_mount(slot.0);
-        world.supervisor.unmount(&target).await.map_err(|error| chain(&error))?;
+        world
+            .supervisor
+            .unmount(&target)
+            .await
+            .map_err(|error| chain(&error))?;
         return Ok(false);
     };
     let (mode, limit) = match mode {

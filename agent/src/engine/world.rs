@@ -35,12 +35,19 @@ pub(super) struct Clock {
 
 impl Clock {
     pub(super) fn new() -> Self {
-        Self { start: Instant::now() }
+        Self {
+            start: Instant::now(),
+        }
     }
 
     pub(super) fn now(&self) -> Now {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Now { mono: millis(self.start.elapsed()), wall: millis(wall) }
+        let wall = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        Now {
+            mono: millis(self.start.elapsed()),
+            wall: millis(wall),
+        }
     }
 
     /// What is left until a monotonic time.
@@ -82,6 +89,7 @@ pub(super) struct World {
     pub(super) build_time_limit: Duration,
     pub(super) log_cap: u64,
     pub(super) build_turn: tokio::sync::Semaphore,
+    pub(super) reclaim_turn: Arc<tokio::sync::Semaphore>,
     pub(super) metrics: Metrics,
     events: mpsc::Sender<Event>,
     cgroups: Base,
@@ -135,6 +143,7 @@ impl World {
             build_time_limit: parts.build_time_limit,
             log_cap: parts.log_cap,
             build_turn: tokio::sync::Semaphore::new(1),
+            reclaim_turn: Arc::new(tokio::sync::Semaphore::new(1)),
             metrics: parts.metrics,
             events: parts.events,
             cgroups: parts.cgroups,

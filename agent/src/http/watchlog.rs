@@ -125,7 +125,10 @@ impl WatchLog {
 
     pub fn known_node(&self) -> NodeStatus {
         let state = self.state();
-        NodeStatus { revision: state.revision, ..state.node.clone() }
+        NodeStatus {
+            revision: state.revision,
+            ..state.node.clone()
+        }
     }
 
     pub fn known_pools(&self) -> Vec<PoolStatus> {

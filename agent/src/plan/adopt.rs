@@ -6,8 +6,8 @@ use branchpool_agent_api::{LeasePhase, Quarantined};
 use rand::rngs::StdRng;
 
 use super::{
-    After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState,
-    Limits, Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode, node::Effects,
+    After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState, Limits,
+    Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode, node::Effects,
 };
 use crate::storage::ids::{BranchId, NodeKey};
 

@@ -3,13 +3,22 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Action, After, Entry, Millis, Node, Now, PoolUid, Server, Stage, State, StopMode, Stopped, Tombstones,
-    backoff, node::Effects,
+    Action, After, Entry, Millis, Node, Now, PoolUid, Server, Stage, State, StopMode, Stopped,
+    Tombstones, backoff, node::Effects,
 };
 use crate::storage::ids::BranchId;
 
 /// Reclaiming is asked for with every n-th deletion, and with the last one.
 const KICK_EVERY: u64 = 8;
+
+/// How soon a deletion is to give its space back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kick {
+    /// With the filesystem's next commit, which is asked for.
+    Soon,
+    /// At once, though everything that is dirty has to be written for it.
+    Now,
+}
 
 /// A branch or image in the trash.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -270,7 +279,10 @@ impl Node {
         };
         let mut record = branch.record();
         if clean {
-            record.stage = Stage::Leased { lease: lease.clone(), parked: true };
+            record.stage = Stage::Leased {
+                lease: lease.clone(),
+                parked: true,
+            };
             effects.journal(Entry::Branch(id, record));
         }
         self.set_state(id, State::Parked { lease }, effects);
@@ -285,10 +297,22 @@ impl Node {
         let spacing = self.limits.deletion_spacing;
         let one_by_one = spacing > 0 && !self.trash.reclaim;
         let count = if one_by_one { 1 } else { due.len() };
-        let last = due.len() <= 1;
         for id in due.into_iter().take(count) {
             self.trash.deleted += 1;
-            let kick = last || self.trash.reclaim || self.trash.deleted.is_multiple_of(KICK_EVERY);
+            let last = self
+                .trash
+                .entries
+                .values()
+                .filter(|entry| !entry.deleting)
+                .count()
+                <= 1;
+            let kick = if self.trash.reclaim {
+                Some(Kick::Now)
+            } else if last || self.trash.deleted.is_multiple_of(KICK_EVERY) {
+                Some(Kick::Soon)
+            } else {
+                None
+            };
             if let Some(entry) = self.trash.entries.get_mut(&id) {
                 entry.deleting = true;
             }

@@ -46,7 +46,10 @@ pub enum Completion {
         result: Result<(), Failure>,
     },
     /// `Ok`: no process is left, and with [`After::Trash`] the branch is in the trash.
-    Stopped { branch: BranchId, result: Result<Stopped, String> },
+    Stopped {
+        branch: BranchId,
+        result: Result<Stopped, String>,
+    },
     Deleted {
         id: BranchId,
         result: Result<(), String>,

@@ -25,6 +25,7 @@ mod warming;
 pub use crate::storage::ids::PoolUid;
 pub use adopt::{Observed, ObservedBranch};
 pub use branch::{After, Branch, Failure, Server, State};
+pub use cleanup::Kick;
 pub use command::{Answer, Command, Refusal};
 pub use completion::{Completion, Stopped};
 pub use golden::{Generation, GenerationState, Image};
@@ -33,10 +34,10 @@ pub use node::{Action, Effects, Event, Limits, LinkChange, Node, Now, Token};
 pub use pool::{Counts, Pool};
 pub use pressure::{Pressure, Sample, pressure};
 pub use record::{BranchRecord, Entry, GenerationRecord, LeaseRecord, PoolRecord, Records, Stage};
-pub use warming::WINDOW;
 pub use spec::{
     Cleanup, LeaseTerms, PoolSpec, Preconnect, StopMode, Tombstones, Warming, WarmingMode,
 };
+pub use warming::WINDOW;
 
 /// Milliseconds: of the monotonic clock when a point in time, else a span.
 pub type Millis = u64;

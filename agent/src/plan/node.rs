@@ -7,7 +7,8 @@ use rand::rngs::StdRng;
 
 use super::{
     After, Answer, Branch, Command, Completion, Entry, LeaseState, LeaseUid, Millis, Pool, PoolUid,
-    Refusal, Slot, State, StopMode, cleanup::Trash,
+    Refusal, Slot, State, StopMode,
+    cleanup::{Kick, Trash},
 };
 use crate::storage::ids::{BranchId, EndpointId, NodeKey};
 
@@ -119,8 +120,8 @@ pub enum Action {
         mode: StopMode,
         after: After,
     },
-    /// Deletes a tombstone for good; `kick` asks the filesystem to reclaim at once.
-    Delete { id: BranchId, kick: bool },
+    /// Deletes a tombstone for good, and may ask the filesystem to reclaim its space.
+    Delete { id: BranchId, kick: Option<Kick> },
     /// Writes entries together; then changes addresses; then answers. All of these are carried out in
     /// the order in which they were asked for. When the journal refuses, the answer is
     /// `JournalFailed`.

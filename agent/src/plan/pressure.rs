@@ -49,43 +49,71 @@ pub fn pressure(sample: &Sample, before: &[Gate]) -> Pressure {
     let was_shut = |reason: &str| before.iter().any(|gate| gate.reason == reason);
     let mut gates = Vec::new();
     let mut shut = |reason: &str, message: String| {
-        gates.push(Gate { reason: reason.to_owned(), message });
+        gates.push(Gate {
+            reason: reason.to_owned(),
+            message,
+        });
     };
     let space = &sample.space;
     let mib = |bytes: u64| bytes / MIB;
 
     let least = with_slack(least_free(space), was_shut("DiskPressure"));
     if space.free < least {
-        shut("DiskPressure", format!(
-            "{} MiB are free on the branch filesystem, and {} MiB have to stay free; release leases, or enlarge it",
-            mib(space.free), mib(least)
-        ));
+        shut(
+            "DiskPressure",
+            format!(
+                "{} MiB are free on the branch filesystem, and {} MiB have to stay free; release leases, or enlarge it",
+                mib(space.free),
+                mib(least)
+            ),
+        );
     }
     let metadata = space.metadata_free + space.unallocated;
     let least = with_slack(least_metadata(space), was_shut("MetadataPressure"));
     if metadata < least {
-        shut("MetadataPressure", format!(
-            "the branch filesystem has {} MiB left for metadata, and {} MiB have to stay free; run a balance, or enlarge it",
-            mib(metadata), mib(least)
-        ));
+        shut(
+            "MetadataPressure",
+            format!(
+                "the branch filesystem has {} MiB left for metadata, and {} MiB have to stay free; run a balance, or enlarge it",
+                mib(metadata),
+                mib(least)
+            ),
+        );
     }
     let least = (sample.memory_total / 20).clamp(128 * MIB, 4 * GIB);
     let least = with_slack(least, was_shut("MemoryPressure"));
     if sample.memory_available < least {
-        shut("MemoryPressure", format!(
-            "{} MiB of memory are available, and {} MiB have to stay free; hold fewer branches on this node",
-            mib(sample.memory_available), mib(least)
-        ));
+        shut(
+            "MemoryPressure",
+            format!(
+                "{} MiB of memory are available, and {} MiB have to stay free; hold fewer branches on this node",
+                mib(sample.memory_available),
+                mib(least)
+            ),
+        );
     }
     for (reason, what, used, most) in [
-        ("ProcessPressure", "processes of the node", sample.processes, sample.processes_most),
-        ("DescriptorPressure", "descriptors of the agent", sample.descriptors, sample.descriptors_most),
+        (
+            "ProcessPressure",
+            "processes of the node",
+            sample.processes,
+            sample.processes_most,
+        ),
+        (
+            "DescriptorPressure",
+            "descriptors of the agent",
+            sample.descriptors,
+            sample.descriptors_most,
+        ),
     ] {
         let left = most.saturating_sub(used);
         if left < with_slack(most / 10, was_shut(reason)) {
-            shut(reason, format!(
-                "{used} of {most} {what} are in use; raise the limit, or hold fewer branches on this node"
-            ));
+            shut(
+                reason,
+                format!(
+                    "{used} of {most} {what} are in use; raise the limit, or hold fewer branches on this node"
+                ),
+            );
         }
     }
     let reclaim = space.free < 2 * least_free(space) || metadata < 2 * least_metadata(space);
@@ -115,7 +143,11 @@ mod tests {
     }
 
     fn reasons(sample: &Sample, before: &[Gate]) -> Vec<String> {
-        pressure(sample, before).gates.into_iter().map(|gate| gate.reason).collect()
+        pressure(sample, before)
+            .gates
+            .into_iter()
+            .map(|gate| gate.reason)
+            .collect()
     }
 
     #[test]
@@ -159,6 +191,12 @@ mod tests {
     fn tombstones_go_before_refill_stops() {
         let mut sample = roomy();
         sample.space.free = 8 * GIB;
-        assert_eq!(pressure(&sample, &[]), Pressure { gates: Vec::new(), reclaim: true });
+        assert_eq!(
+            pressure(&sample, &[]),
+            Pressure {
+                gates: Vec::new(),
+                reclaim: true
+            }
+        );
     }
 }

@@ -81,7 +81,9 @@ impl Node {
             return 0;
         }
         let stale = pool.ready.values().filter(|id| {
-            self.branches.get(id).is_some_and(|branch| !pool.is_current(branch))
+            self.branches
+                .get(id)
+                .is_some_and(|branch| !pool.is_current(branch))
         });
         u32::try_from(stale.count()).unwrap_or(u32::MAX)
     }
@@ -90,7 +92,11 @@ impl Node {
     pub fn tombstones(&self, uid: &PoolUid) -> (u32, u32) {
         let (mut deleting, mut waiting) = (0, 0);
         for entry in self.trash.of_pool(uid) {
-            if entry.deleting { deleting += 1 } else { waiting += 1 }
+            if entry.deleting {
+                deleting += 1
+            } else {
+                waiting += 1
+            }
         }
         (deleting, waiting)
     }

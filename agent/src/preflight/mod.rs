@@ -52,11 +52,24 @@ pub struct Found {
 impl fmt::Display for Found {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(formatter, "kernel      {}", self.filesystem.kernel)?;
-        writeln!(formatter, "filesystem  btrfs, {}", self.filesystem.mount_options.join(","))?;
+        writeln!(
+            formatter,
+            "filesystem  btrfs, {}",
+            self.filesystem.mount_options.join(",")
+        )?;
         for found in &self.installations {
-            writeln!(formatter, "postgres    {} in {}", found.version, found.bindir.display())?;
+            writeln!(
+                formatter,
+                "postgres    {} in {}",
+                found.version,
+                found.bindir.display()
+            )?;
         }
-        write!(formatter, "disk user   {} ({})", self.disk_user.name, self.disk_user.uid)?;
+        write!(
+            formatter,
+            "disk user   {} ({})",
+            self.disk_user.name, self.disk_user.uid
+        )?;
         for warning in &self.warnings {
             write!(formatter, "\nwarning     {warning}")?;
         }
@@ -65,13 +78,21 @@ impl fmt::Display for Found {
 }
 
 /// Checks privileges, the filesystem of `root`, Postgres and the OS user. Blocks.
-pub fn check(root: &Path, postgres_bindirs: &[PathBuf], postgres_user: &str) -> Result<Found, Error> {
+pub fn check(
+    root: &Path,
+    postgres_bindirs: &[PathBuf],
+    postgres_user: &str,
+) -> Result<Found, Error> {
     if !rustix::process::geteuid().is_root() {
         return Err(Error::NotRoot);
     }
     let filesystem = filesystem::check(root)?;
     let found = postgres::check(postgres_bindirs, postgres_user)?;
-    let warnings = filesystem.warnings.iter().map(ToString::to_string).collect();
+    let warnings = filesystem
+        .warnings
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     Ok(Found {
         filesystem,
         installations: found.installations,

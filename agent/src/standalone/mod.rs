@@ -41,8 +41,11 @@ pub async fn follow(engine: Engine, paths: Vec<PathBuf>) -> Result<(), manifests
 async fn apply(engine: &Engine, manifests: &Manifests) {
     let mut problems = Vec::new();
     let mut wanted = BTreeSet::new();
-    let known: BTreeMap<String, _> =
-        engine.pools().into_iter().map(|pool| (pool.uid.clone(), pool)).collect();
+    let known: BTreeMap<String, _> = engine
+        .pools()
+        .into_iter()
+        .map(|pool| (pool.uid.clone(), pool))
+        .collect();
     for pool in &manifests.pools {
         let name = name_of(pool);
         let uid = uid_of(&name);
@@ -71,7 +74,10 @@ async fn apply(engine: &Engine, manifests: &Manifests) {
 fn name_of(pool: &BranchPool) -> PoolName {
     let metadata = &pool.metadata;
     PoolName {
-        namespace: metadata.namespace.clone().unwrap_or_else(|| NAMESPACE.to_owned()),
+        namespace: metadata
+            .namespace
+            .clone()
+            .unwrap_or_else(|| NAMESPACE.to_owned()),
         name: metadata.name.clone().unwrap_or_default(),
     }
 }
@@ -79,7 +85,9 @@ fn name_of(pool: &BranchPool) -> PoolName {
 /// The same name is the same pool, over restarts as well.
 fn uid_of(name: &PoolName) -> PoolUid {
     let digest = HEXLOWER.encode(&Sha256::digest(format!("{name}"))[..16]);
-    digest.parse().expect("32 hexadecimal digits should be a pool uid")
+    digest
+        .parse()
+        .expect("32 hexadecimal digits should be a pool uid")
 }
 
 /// As an operator would send it: with the scripts of the `ConfigMap` in place of its name.

@@ -229,7 +229,14 @@ impl Branches {
         }
     }
 
-    /// Starts a commit, without waiting: it makes deletions durable and wakes the cleaner.
+    /// Writes everything and commits, which makes deletions durable, and wakes the cleaner.
+    pub fn reclaim(&self) -> Result<(), Error> {
+        let root = open(self.layout.root())?;
+        btrfs::sync(&root).map_err(|error| failed("committing", self.layout.root(), error))
+    }
+
+    /// Starts a commit, after which the cleaner runs. Returns when the commit has begun: mostly at
+    /// once, but when another commit comes in between not before the filesystem's own next one.
     pub fn kick_cleaner(&self) -> Result<(), Error> {
         let root = open(self.layout.root())?;
         btrfs::start_sync(&root)

@@ -1,0 +1,6 @@
+//! A whole node, from its command line to its end.
+
+#![allow(clippy::unwrap_used)]
+
+mod burst;
+mod node;

@@ -1,0 +1,488 @@
+//! A real standalone agent on a real Btrfs in a file, with real Postgres.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+use branchpool_agent_api::{
+    Lease, LeaseRequest, PoolName, PoolStatus, ResetRequest,
+    client::{Client, ClientError, Target},
+};
+use tempfile::TempDir;
+use tokio_postgres::NoTls;
+
+/// A pool of a database with one table `items (id, body)` of three rows.
+pub(crate) fn pool(name: &str, replicas: u32, max_branches: u32, more: &str) -> String {
+    format!(
+        "apiVersion: branchpool.dev/v1alpha1
+kind: BranchPool
+metadata:
+  name: {name}
+spec:
+  replicas: {replicas}
+  maxBranches: {max_branches}
+  postgres:
+    version: 15
+  source:
+    sql:
+      scripts:
+        - name: items
+          sql: |
+            CREATE TABLE items (id integer PRIMARY KEY, body text NOT NULL);
+            INSERT INTO items VALUES (1, 'one'), (2, 'two'), (3, 'three');
+{more}"
+    )
+}
+
+/// What a node is started with.
+pub(crate) struct Setup {
+    pub(crate) manifests: Vec<(String, String)>,
+    pub(crate) size: &'static str,
+    pub(crate) args: Vec<String>,
+}
+
+impl Setup {
+    pub(crate) fn new(manifest: String) -> Self {
+        Self {
+            manifests: vec![("pools.yaml".into(), manifest)],
+            size: "8Gi",
+            args: Vec::new(),
+        }
+    }
+}
+
+pub(crate) struct Node {
+    dir: TempDir,
+    setup: Setup,
+    supervisor: Option<Child>,
+    pub(crate) client: Client,
+}
+
+impl Node {
+    /// Started, and answering.
+    pub(crate) async fn start(setup: Setup) -> Self {
+        let dir = tempfile::Builder::new().prefix("bpn").tempdir().unwrap();
+        // The servers' users pass through.
+        fs::set_permissions(
+            dir.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o711),
+        )
+        .unwrap();
+        fs::create_dir(dir.path().join("manifests")).unwrap();
+        for (name, text) in &setup.manifests {
+            fs::write(dir.path().join("manifests").join(name), text).unwrap();
+        }
+        let client = Client::new(Target::Unix(dir.path().join("run/agent.sock")));
+        let mut node = Self {
+            dir,
+            setup,
+            supervisor: None,
+            client,
+        };
+        node.launch();
+        node.wait_serving().await;
+        node
+    }
+
+    /// Starts the agent again on the same data.
+    pub(crate) async fn restart(&mut self) {
+        assert!(self.supervisor.is_none(), "it still runs");
+        self.launch();
+        self.wait_serving().await;
+    }
+
+    fn launch(&mut self) {
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.log_path())
+            .unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_branchpool-agent"))
+            .arg("standalone")
+            .arg("-f")
+            .arg(self.manifest_dir())
+            .arg("--data-dir")
+            .arg(self.dir.path().join("data"))
+            .arg("--run-dir")
+            .arg(self.dir.path().join("run"))
+            .args(["--size", self.setup.size])
+            .args(&self.setup.args)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        self.supervisor = Some(child);
+    }
+
+    pub(crate) async fn wait_serving(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.client.ready().await.is_err() {
+            if let Some(child) = &mut self.supervisor
+                && let Some(status) = child.try_wait().unwrap()
+            {
+                panic!("the agent ended with {status}: {}", self.log());
+            }
+            assert!(
+                Instant::now() < deadline,
+                "the agent does not answer: {}",
+                self.log()
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Closes the connections of the client so far.
+    pub(crate) fn renew_client(&mut self) {
+        self.client = Client::new(Target::Unix(self.run_dir().join("agent.sock")));
+    }
+
+    /// Open descriptors of the agent.
+    pub(crate) fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.agent_pid()))
+            .unwrap()
+            .count()
+    }
+
+    /// Waits until the agent has no more than these open, give or take one of a request under way.
+    pub(crate) fn wait_descriptors(&self, most: usize) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while self.descriptors() > most + 1 {
+            assert!(
+                Instant::now() < deadline,
+                "{} descriptors, {most} before",
+                self.descriptors()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub(crate) fn manifest_dir(&self) -> PathBuf {
+        self.dir.path().join("manifests")
+    }
+
+    pub(crate) fn run_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    pub(crate) fn image(&self) -> PathBuf {
+        self.dir.path().join("data/btrfs.img")
+    }
+
+    /// The branch filesystem, seen through the agent's mount namespace.
+    pub(crate) fn root(&self) -> PathBuf {
+        let data = self.dir.path().join("data/root");
+        let process = PathBuf::from(format!("/proc/{}/root", self.supervisor_pid()));
+        process.join(data.strip_prefix("/").unwrap())
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.dir.path().join("agent.log")
+    }
+
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    pub(crate) fn supervisor_pid(&self) -> u32 {
+        self.supervisor.as_ref().expect("the agent runs").id()
+    }
+
+    /// The agent below the supervisor.
+    pub(crate) fn agent_pid(&self) -> u32 {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            let found = self
+                .children()
+                .into_iter()
+                .find(|pid| command_of(*pid).contains("branchpool-agent"));
+            match found {
+                Some(pid) => return pid,
+                None => assert!(Instant::now() < deadline, "there is no agent"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn children(&self) -> Vec<u32> {
+        let pid = self.supervisor_pid();
+        let children =
+            fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        children
+            .split_whitespace()
+            .filter_map(|pid| pid.parse().ok())
+            .collect()
+    }
+
+    /// Every process that belongs to this node's servers: their command lines name its directory,
+    /// and backends are children of those.
+    pub(crate) fn postmasters(&self) -> Vec<u32> {
+        processes()
+            .into_iter()
+            .filter(|pid| self.is_postmaster(*pid))
+            .collect()
+    }
+
+    fn is_postmaster(&self, pid: u32) -> bool {
+        let command = command_of(pid);
+        command.contains("/postgres\0-D\0") && command.contains(&*self.dir.path().to_string_lossy())
+    }
+
+    /// The postmaster of a branch, if it runs.
+    pub(crate) fn postmaster_of(&self, branch: &str) -> Option<u32> {
+        let config = format!("b/{branch}/postgresql.conf");
+        self.postmasters()
+            .into_iter()
+            .find(|pid| command_of(*pid).contains(&config))
+    }
+
+    /// Waits until a pool's status is as wanted, woken by the watch.
+    pub(crate) async fn wait_pool(
+        &self,
+        name: &str,
+        wanted: impl Fn(&PoolStatus) -> bool,
+    ) -> PoolStatus {
+        let pool = pool_name(name);
+        let waited = tokio::time::timeout(Duration::from_secs(120), async {
+            loop {
+                // A lost watch is taken up again: the agent may be killed meanwhile.
+                let Ok(mut watch) = self.client.watch(None).await else {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    continue;
+                };
+                loop {
+                    if let Ok(status) = self.client.pool(&pool).await
+                        && wanted(&status)
+                    {
+                        return status;
+                    }
+                    match watch.next().await {
+                        Ok(Some(_)) => {}
+                        Ok(None) | Err(_) => break,
+                    }
+                }
+            }
+        });
+        match waited.await {
+            Ok(status) => status,
+            Err(_) => panic!(
+                "pool {name} is {:#?}\n{}",
+                self.client.pool(&pool).await,
+                self.log()
+            ),
+        }
+    }
+
+    pub(crate) async fn wait_full(&self, name: &str) -> PoolStatus {
+        self.wait_pool(name, |pool| {
+            pool.ready == pool.desired && pool.warming == 0 && pool.cleaning == 0
+        })
+        .await
+    }
+
+    pub(crate) async fn lease(&self, pool: &str, uid: &str) -> Result<Lease, ClientError> {
+        self.client
+            .lease(uid, &request(pool))
+            .await
+            .map(|(lease, _)| lease)
+    }
+
+    /// Asks again until a branch is ready.
+    pub(crate) async fn lease_patiently(&self, pool: &str, uid: &str) -> Lease {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            match self.lease(pool, uid).await {
+                Ok(lease) => return lease,
+                Err(error) => assert!(
+                    (error.is("NoBranchReady") || error.is_transport())
+                        && Instant::now() < deadline,
+                    "no lease: {error}\n{}",
+                    self.log()
+                ),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub(crate) async fn reset(&self, uid: &str, token: &str) -> Result<Lease, ClientError> {
+        let request = ResetRequest {
+            token: token.to_owned(),
+            epoch: None,
+        };
+        self.client.reset(uid, &request).await
+    }
+
+    /// Asks the agent to stop, and waits until it has.
+    pub(crate) fn stop(&mut self) -> ExitStatus {
+        self.signal_supervisor(rustix::process::Signal::TERM);
+        self.wait_exit()
+    }
+
+    pub(crate) fn signal_supervisor(&self, signal: rustix::process::Signal) {
+        send(self.supervisor_pid(), signal);
+    }
+
+    pub(crate) fn wait_exit(&mut self) -> ExitStatus {
+        let mut child = self.supervisor.take().expect("the agent runs");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                return status;
+            }
+            if Instant::now() > deadline {
+                let _ = child.kill();
+                panic!("the agent does not end: {}", self.log());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// As when the power fails: everything is gone at once, servers included.
+    pub(crate) fn kill_everything(&mut self) {
+        let agent = self.agent_pid();
+        let servers = self.postmasters();
+        let backends: Vec<u32> = servers.iter().flat_map(|pid| descendants(*pid)).collect();
+        let mut child = self.supervisor.take().expect("the agent runs");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        for pid in [agent].into_iter().chain(servers).chain(backends) {
+            send(pid, rustix::process::Signal::KILL);
+            wait_gone(pid);
+        }
+    }
+
+    /// What the node must not leave behind once it has been stopped.
+    pub(crate) fn assert_nothing_left(&self) {
+        assert!(self.supervisor.is_none(), "it still runs");
+        let place = self.dir.path().to_string_lossy().into_owned();
+        let left: Vec<String> = processes()
+            .into_iter()
+            .map(command_of)
+            .filter(|command| command.contains(&place))
+            .collect();
+        assert!(left.is_empty(), "processes left: {left:?}");
+        let loops = Command::new("losetup")
+            .arg("-j")
+            .arg(self.image())
+            .output()
+            .unwrap();
+        assert!(
+            loops.stdout.is_empty(),
+            "loop device left: {}",
+            String::from_utf8_lossy(&loops.stdout)
+        );
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&place), "mount left");
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let Some(mut child) = self.supervisor.take() else {
+            return;
+        };
+        send(child.id(), rustix::process::Signal::TERM);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while Instant::now() < deadline {
+            if matches!(child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+        for pid in self.postmasters() {
+            send(pid, rustix::process::Signal::KILL);
+        }
+    }
+}
+
+pub(crate) fn pool_name(name: &str) -> PoolName {
+    PoolName {
+        namespace: "default".into(),
+        name: name.into(),
+    }
+}
+
+pub(crate) fn request(pool: &str) -> LeaseRequest {
+    LeaseRequest {
+        pool: pool_name(pool),
+        ttl_seconds: None,
+        holder: None,
+        epoch: None,
+    }
+}
+
+/// A client's session on a lease.
+pub(crate) async fn connect(
+    lease: &Lease,
+) -> Result<tokio_postgres::Client, tokio_postgres::Error> {
+    connect_at(&lease.host, &lease.user, &lease.database).await
+}
+
+pub(crate) async fn connect_at(
+    host: &str,
+    user: &str,
+    database: &str,
+) -> Result<tokio_postgres::Client, tokio_postgres::Error> {
+    let mut config = tokio_postgres::Config::new();
+    config.host_path(host).user(user).dbname(database);
+    let (client, connection) = config.connect(NoTls).await?;
+    tokio::spawn(connection);
+    Ok(client)
+}
+
+/// The first column of all rows, as text, joined by commas.
+pub(crate) async fn ask(
+    client: &tokio_postgres::Client,
+    sql: &str,
+) -> Result<String, tokio_postgres::Error> {
+    let rows = client.simple_query(sql).await?;
+    let values = rows.iter().filter_map(|message| match message {
+        tokio_postgres::SimpleQueryMessage::Row(row) => {
+            Some(row.get(0).unwrap_or("NULL").to_owned())
+        }
+        _ => None,
+    });
+    Ok(values.collect::<Vec<_>>().join(","))
+}
+
+pub(crate) fn send(pid: u32, signal: rustix::process::Signal) {
+    if let Some(pid) = i32::try_from(pid)
+        .ok()
+        .and_then(rustix::process::Pid::from_raw)
+    {
+        let _gone = rustix::process::kill_process(pid, signal);
+    }
+}
+
+pub(crate) fn wait_gone(pid: u32) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Path::new(&format!("/proc/{pid}/exe")).read_link().is_ok() {
+        assert!(Instant::now() < deadline, "process {pid} does not go");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn processes() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").unwrap();
+    entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+fn descendants(pid: u32) -> Vec<u32> {
+    let children =
+        fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    children
+        .split_whitespace()
+        .filter_map(|pid| pid.parse().ok())
+        .collect()
+}
+
+fn command_of(pid: u32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
+}
