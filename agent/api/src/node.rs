@@ -91,6 +91,11 @@ pub struct PoolProbe {
     pub warming_mode: String,
     /// Most branches whose snapshots may run ahead of their starts.
     pub refill_window: u32,
+    /// Waits on purpose before a refill, after a lease, and between batches: always 0, for refill
+    /// follows events.
+    pub refill_delay_ms: u64,
+    pub refill_lease_delay_ms: u64,
+    pub refill_continue_delay_ms: u64,
     pub snapshot: QueueProbe,
     pub start: QueueProbe,
     pub preconnect: QueueProbe,
@@ -151,6 +156,8 @@ pub struct NodeStatus {
     pub async_release: bool,
     pub read_queries: QueueProbe,
     pub write_queries: QueueProbe,
+    /// What opens sessions: `native`, the agent's own client of the Postgres protocol.
+    pub session_driver: String,
     /// Wait for a preconnected session to close before it is cut.
     pub session_close_timeout_ms: u64,
 }

@@ -182,6 +182,7 @@ pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStat
         async_release: true,
         read_queries: QueueProbe::default(),
         write_queries: QueueProbe::default(),
+        session_driver: "native".to_owned(),
         session_close_timeout_ms: 200,
     }
 }
@@ -242,6 +243,9 @@ fn pool_probe(node: &Node, pool: &Pool) -> PoolProbe {
         }
         .to_owned(),
         refill_window: crate::plan::WINDOW,
+        refill_delay_ms: 0,
+        refill_lease_delay_ms: 0,
+        refill_continue_delay_ms: 0,
         snapshot: queue(
             warming.snapshot_concurrency,
             counts.snapshotting,

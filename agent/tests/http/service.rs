@@ -261,6 +261,7 @@ pub(crate) fn node() -> NodeStatus {
         async_release: true,
         read_queries: QueueProbe::default(),
         write_queries: QueueProbe::default(),
+        session_driver: "native".to_owned(),
         session_close_timeout_ms: 0,
     }
 }
