@@ -129,7 +129,7 @@ impl Layout {
         }
         for path in [
             self.run.clone(),
-            self.run.join("b"),
+            self.branch_runs(),
             self.run.join("e"),
             self.auth(),
         ] {
@@ -257,9 +257,13 @@ impl Layout {
         self.run.join("g")
     }
 
+    pub fn branch_runs(&self) -> PathBuf {
+        self.run.join("b")
+    }
+
     /// Configuration of a running branch.
     pub fn branch_run(&self, id: &BranchId) -> PathBuf {
-        self.run.join("b").join(id)
+        self.branch_runs().join(id)
     }
 
     pub fn branch_config(&self, id: &BranchId) -> PathBuf {
