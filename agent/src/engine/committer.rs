@@ -141,14 +141,12 @@ async fn run(
         let work = if retries.refused.is_empty() {
             queue.recv().await
         } else {
-            match tokio::time::timeout(RETRY, queue.recv()).await {
-                Ok(work) => work,
-                Err(_) => {
-                    retries.offer(&queue).await;
-                    retries.report(&done, last);
-                    continue;
-                }
-            }
+            let Ok(work) = tokio::time::timeout(RETRY, queue.recv()).await else {
+                retries.offer(&queue).await;
+                retries.report(&done, last);
+                continue;
+            };
+            work
         };
         let Some(work) = work else { return };
         let written = match work.commit {

@@ -283,12 +283,11 @@ impl Service for Engine {
             body,
             epoch: desired.epoch,
         };
-        self.ask(command, Some(Arc::new(settings)))
-            .await
-            .ok_or_else(stopped)??;
-        self.log.known_pool(uid.as_str()).ok_or_else(|| {
-            Problem::new(500, "Unexpected", "the pool was taken in and is gone again")
-        })
+        let answer = self.ask(command, Some(Arc::new(settings))).await;
+        match *answer.ok_or_else(stopped)?? {
+            Answer::Pool(status) => Ok(*status),
+            other => Err(unexpected(&other)),
+        }
     }
 
     async fn remove_pool(&self, uid: String, epoch: Option<u64>) -> Result<(), Problem> {

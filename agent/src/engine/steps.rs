@@ -13,6 +13,7 @@ use super::{
     world::{Runtime, World},
 };
 use crate::{
+    golden::Facts,
     plan::{Event, Failure, PoolUid, Preconnect, Slot},
     postgres::{
         chain,
@@ -165,7 +166,8 @@ async fn launch(
             format!("the settings of pool {pool} are not known any more"),
         )
     })?;
-    let text = render(world, &settings, pool, generation, phase)?;
+    let facts = image(world, pool, generation)?;
+    let text = render(&facts, &settings, phase);
     let user = slot_user(world, slot);
     let layout = world.layout.clone();
     let mount = world.user_per_branch.then(|| IdMount {
@@ -200,9 +202,10 @@ async fn launch(
     let installation = world
         .installations
         .iter()
-        .find(|installation| installation.major == settings.major)
+        // The pool may want another major by now, which cannot read this branch's data.
+        .find(|installation| installation.major == facts.major)
         .ok_or_else(|| {
-            let major = settings.major;
+            let major = facts.major;
             failure(
                 "StartFailed",
                 format!("Postgres {major} is not installed on this node any more"),
@@ -270,26 +273,23 @@ fn disk_user(world: &World) -> User {
     }
 }
 
-fn render(
-    world: &World,
-    settings: &Settings,
-    pool: &PoolUid,
-    generation: u64,
-    phase: Phase,
-) -> Result<String, Failure> {
-    let facts = world.image(pool, generation).ok_or_else(|| {
+fn image(world: &World, pool: &PoolUid, generation: u64) -> Result<Arc<Facts>, Failure> {
+    world.image(pool, generation).ok_or_else(|| {
         failure(
             "StartFailed",
             format!("the golden image {generation} of pool {pool} is not known any more"),
         )
-    })?;
+    })
+}
+
+fn render(facts: &Facts, settings: &Settings, phase: Phase) -> String {
     let profile = Profile {
         tuning: settings.tuning,
         parameters: settings.parameters.clone(),
         carried_over: facts.carried_over.clone(),
         preload_libraries: facts.shared_preload_libraries.clone(),
     };
-    Ok(config::render(&profile, phase))
+    config::render(&profile, phase)
 }
 
 /// Directories and files of a server outside its data: readable by it, writable by the agent only,
@@ -415,7 +415,8 @@ pub(super) async fn hand_over(
         .as_ref()
         .ok_or_else(|| format!("pool {pool} is not known any more"))
         .and_then(|settings| {
-            render(world, settings, pool, generation, Phase::HandedOver)
+            image(world, pool, generation)
+                .map(|facts| render(&facts, settings, Phase::HandedOver))
                 .map_err(|failure| failure.message)
         });
     let layout = world.layout.clone();

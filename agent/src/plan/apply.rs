@@ -1,7 +1,7 @@
 //! Desired state: pools that come, change and go.
 
 use super::{
-    Answer, Entry, Node, Pool, PoolRecord, PoolSpec, PoolUid, Refusal, Token, node::Effects,
+    Answer, Entry, Node, Now, Pool, PoolRecord, PoolSpec, PoolUid, Refusal, Token, node::Effects,
 };
 
 impl Node {
@@ -10,6 +10,7 @@ impl Node {
         token: Token,
         spec: PoolSpec,
         body: serde_json::Value,
+        now: Now,
         effects: &mut Effects,
     ) -> Result<(), Refusal> {
         let same_name = self
@@ -48,7 +49,10 @@ impl Node {
         }
         effects.pool_changed(&uid);
         effects.journal(Entry::Pool(uid.clone(), Box::new(record)));
-        effects.commit(Some((token, Answer::Pool(uid))));
+        // As it is now: what is published may be older or newer when the journal has it.
+        if let Some(status) = self.pool_status(&uid, now) {
+            effects.commit(Some((token, Answer::Pool(Box::new(status)))));
+        }
         Ok(())
     }
 

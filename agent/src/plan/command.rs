@@ -1,6 +1,6 @@
 //! What callers ask for: lease, renew, reset, release, forget.
 
-use branchpool_agent_api::{LeasePhase, PoolName};
+use branchpool_agent_api::{LeasePhase, PoolName, PoolStatus};
 
 use super::{
     Action, After, Entry, LeaseState, LeaseUid, Millis, Node, Now, Pool, PoolSpec, PoolUid, Server,
@@ -57,7 +57,7 @@ pub enum Answer {
         created: bool,
     },
     Forgotten,
-    Pool(PoolUid),
+    Pool(Box<PoolStatus>),
     Removed,
 }
 
@@ -176,7 +176,7 @@ impl Node {
             }
             Command::Apply { spec, body, epoch } => {
                 self.check_epoch(epoch, effects)?;
-                self.apply(token, *spec, body, effects)
+                self.apply(token, *spec, body, now, effects)
             }
             Command::Remove { pool, epoch } => {
                 self.check_epoch(epoch, effects)?;
