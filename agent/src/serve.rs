@@ -75,18 +75,17 @@ pub(super) fn standalone(options: Standalone) -> ExitCode {
     in_runtime(options.common.log_format, async move {
         // Before anything is made: a manifest that cannot be read is the likeliest mistake.
         manifests::read(&options.manifests)?;
-        let (root, loop_file) = match options.root {
-            Some(root) => (root, None),
-            None => {
-                let (data, size) = (options.data_dir.clone(), options.size);
-                let mounted = tokio::task::spawn_blocking(move || {
-                    LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
-                });
-                let file = mounted
-                    .await
-                    .map_err(|_| Error::Ended { what: "mounting" })??;
-                (file.mount_point().to_owned(), Some(file))
-            }
+        let (root, loop_file) = if let Some(root) = options.root {
+            (root, None)
+        } else {
+            let (data, size) = (options.data_dir.clone(), options.size);
+            let mounted = tokio::task::spawn_blocking(move || {
+                LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
+            });
+            let file = mounted
+                .await
+                .map_err(|_| Error::Ended { what: "mounting" })??;
+            (file.mount_point().to_owned(), Some(file))
         };
         let served = serve(&root, options.common, Some(options.manifests)).await;
         if let Some(file) = loop_file
@@ -211,9 +210,8 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         () = terminate.next() => Ok(()),
         () = engine.supervisor_lost() => Err(Error::SupervisorLost),
         ended = &mut following => match ended {
-            Ok(Ok(())) => Err(Error::Ended { what: "following the manifests" }),
             Ok(Err(problem)) => Err(problem.into()),
-            Err(_) => Err(Error::Ended { what: "following the manifests" }),
+            Ok(Ok(())) | Err(_) => Err(Error::Ended { what: "following the manifests" }),
         },
     };
     following.abort();

@@ -53,7 +53,10 @@ pub(super) struct Committer {
 
 impl Committer {
     pub(super) fn start(journal: Journal, layout: Layout) -> Self {
-        // Bounded by what the core has in flight: each lease command and each step adds one.
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "the core must not wait for it; bounded by what the core has in flight: each command and each step adds one"
+        )]
         let (queue, work) = mpsc::unbounded_channel();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);

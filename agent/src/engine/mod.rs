@@ -122,18 +122,10 @@ impl Engine {
         let (isolation, report) = isolation(&config, &cgroups).await?;
         let (events, event_receiver) = mpsc::channel(EVENTS);
         let facts = Arc::new(Facts {
-            name: config.name,
+            name: config.name.clone(),
             instance: format!("{:016x}", rand::random::<u64>()),
             isolation: report.clone(),
-            postgres_majors: {
-                let mut majors: Vec<u32> = config
-                    .installations
-                    .iter()
-                    .map(|found| found.major)
-                    .collect();
-                majors.sort_unstable();
-                majors
-            },
+            postgres_majors: config.majors(),
         });
         let branches = Branches::new(config.layout.clone(), key.clone());
         let world = Arc::new(World::new(Parts {
@@ -192,11 +184,7 @@ impl Engine {
             event_receiver,
             drained_sender,
         );
-        let remember = world.clone();
-        tokio::spawn(async move {
-            actor.run(effects).await;
-            drop(remember);
-        });
+        tokio::spawn(actor.run(effects));
         tokio::spawn(sampler::run(Arc::clone(&world)));
         // After what follows from a reboot has been queued: a crash before this sees it again.
         let boot_record =

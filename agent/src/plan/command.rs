@@ -227,7 +227,7 @@ impl Node {
             }
             // Journalled once more: the first time may be the one that failed.
             let lease = lease.clone();
-            self.answer_with(token, uid, lease, false, now, effects);
+            Self::answer_with(token, uid, lease, false, now, effects);
             return Ok(());
         }
         if self.draining {
@@ -277,7 +277,7 @@ impl Node {
         self.hand_over(id, &uid, effects);
         self.lease_times.insert((deadline, uid.clone()));
         self.leases.insert(uid.clone(), lease.clone());
-        self.answer_with(token, uid, lease, true, now, effects);
+        Self::answer_with(token, uid, lease, true, now, effects);
         Ok(())
     }
 
@@ -295,7 +295,6 @@ impl Node {
 
     /// Journals a lease as it is now and answers with it.
     fn answer_with(
-        &mut self,
         token: Token,
         uid: LeaseUid,
         lease: LeaseState,
@@ -371,7 +370,7 @@ impl Node {
         lease.deadline = deadline;
         lease.expires_at = now.wall.saturating_add(deadline - now.mono);
         let lease = lease.clone();
-        self.answer_with(token, uid, lease, false, now, effects);
+        Self::answer_with(token, uid, lease, false, now, effects);
         Ok(())
     }
 
@@ -385,7 +384,7 @@ impl Node {
     ) -> Result<(), Refusal> {
         let lease = self.bound(&uid)?.clone();
         if lease.reset_token.as_ref() == Some(&reset_token) {
-            self.answer_with(token, uid, lease, false, now, effects);
+            Self::answer_with(token, uid, lease, false, now, effects);
             return Ok(());
         }
         if self.draining {
@@ -446,7 +445,7 @@ impl Node {
         let Some(lease) = self.leases.get(&uid).cloned() else {
             return Err(Refusal::LeaseNotFound { uid });
         };
-        self.answer_with(token, uid, lease, false, now, effects);
+        Self::answer_with(token, uid, lease, false, now, effects);
         Ok(())
     }
 

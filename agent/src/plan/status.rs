@@ -93,9 +93,9 @@ impl Node {
         let (mut deleting, mut waiting) = (0, 0);
         for entry in self.trash.of_pool(uid) {
             if entry.deleting {
-                deleting += 1
+                deleting += 1;
             } else {
-                waiting += 1
+                waiting += 1;
             }
         }
         (deleting, waiting)

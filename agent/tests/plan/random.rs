@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::world::{World, pool_name, spec};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Step {
     Lease(u8),
     Renew(u8),

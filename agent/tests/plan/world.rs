@@ -7,7 +7,7 @@ use branchpool_agent::{
         Action, After, Answer, Cleanup, Command, Completion, Effects, Entry, Event, Failure, Image,
         LeaseState, LeaseTerms, LeaseUid, Limits, LinkChange, Millis, Node, Now, Observed,
         ObservedBranch, PoolSpec, PoolUid, Preconnect, Records, Refusal, Stage, State, StopMode,
-        Token, Tombstones, Warming, WarmingMode,
+        Stopped, Token, Tombstones, Warming, WarmingMode,
     },
     storage::ids::{BranchId, EndpointId, NodeKey},
 };
@@ -349,7 +349,10 @@ impl World {
                 }
                 Some(Completion::Stopped {
                     branch,
-                    result: Ok(1),
+                    result: Ok(Stopped {
+                        bytes: 1,
+                        clean: true,
+                    }),
                 })
             }
             Action::Delete { id, .. } => {
@@ -380,9 +383,11 @@ impl World {
                 for link in links {
                     match link {
                         LinkChange::Point { endpoint, branch } => {
-                            drop(self.links.insert(endpoint, branch));
+                            self.links.insert(endpoint, branch);
                         }
-                        LinkChange::Remove { endpoint } => drop(self.links.remove(&endpoint)),
+                        LinkChange::Remove { endpoint } => {
+                            self.links.remove(&endpoint);
+                        }
                     }
                 }
                 if told && let Some((token, answer)) = reply {

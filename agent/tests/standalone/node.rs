@@ -266,14 +266,14 @@ impl Node {
                 }
             }
         });
-        match waited.await {
-            Ok(status) => status,
-            Err(_) => panic!(
+        let Ok(status) = waited.await else {
+            panic!(
                 "pool {name} is {:#?}\n{}",
                 self.client.pool(&pool).await,
                 self.log()
-            ),
-        }
+            );
+        };
+        status
     }
 
     pub(crate) async fn wait_full(&self, name: &str) -> PoolStatus {
