@@ -66,15 +66,25 @@ impl Actor {
     pub(super) async fn run(mut self, first: Effects) {
         self.carry_out(first);
         self.publisher.publish(&self.node, &self.world);
-        let mut commands = Vec::new();
-        let mut events = Vec::new();
+        let mut commands = Vec::with_capacity(BATCH);
+        let mut events = Vec::with_capacity(BATCH);
         loop {
             let deadline = self.wake_at();
             tokio::select! {
-                biased;
                 count = self.commands.recv_many(&mut commands, BATCH) => if count == 0 { return },
                 _ = self.events.recv_many(&mut events, BATCH) => {}
                 () = sleep_until(deadline) => events.push(Event::Tick),
+            }
+            // Some of the other kind as well: a flood of one must not starve the other.
+            while commands.len() < BATCH
+                && let Ok(envelope) = self.commands.try_recv()
+            {
+                commands.push(envelope);
+            }
+            while events.len() < BATCH
+                && let Ok(event) = self.events.try_recv()
+            {
+                events.push(event);
             }
             for envelope in commands.drain(..) {
                 self.take_command(envelope);

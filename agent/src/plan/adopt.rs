@@ -178,6 +178,9 @@ impl Node {
             }
         };
         self.take_slot(record.slot);
+        if state.is_down() {
+            self.down.insert(id);
+        }
         if let Some(pool) = self.pools.get_mut(&record.pool) {
             pool.enter(id, record.serial, &state);
         }

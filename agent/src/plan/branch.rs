@@ -67,6 +67,16 @@ pub enum State {
     Quarantined(Failure),
 }
 
+impl State {
+    /// Leased, and without a running server.
+    pub(super) fn is_down(&self) -> bool {
+        match self {
+            Self::Leased { server, .. } => *server != Server::Running,
+            _ => false,
+        }
+    }
+}
+
 /// One branch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Branch {

@@ -1,8 +1,10 @@
 //! Actions that ended, and servers and sessions that ended by themselves.
 
+use std::collections::BTreeMap;
+
 use super::{
-    Action, After, Entry, Failure, Image, Node, Now, PoolUid, Preconnect, Server, State, StopMode,
-    backoff, node::Effects,
+    Action, After, Entry, Failure, Image, Millis, Node, Now, PoolUid, Preconnect, Server, State,
+    StopMode, backoff, node::Effects,
 };
 use crate::storage::ids::BranchId;
 
@@ -246,23 +248,46 @@ impl Node {
         }
     }
 
-    /// Starts leased servers that are down and due.
+    /// Starts leased servers that are down and due, no more at once than the pool starts.
     pub(super) fn plan_restarts(&mut self, now: Now, effects: &mut Effects) {
-        if self.draining {
+        if self.draining || self.down.is_empty() {
             return;
         }
-        for id in self.down_servers(now) {
-            let Some(branch) = self.branches.get(&id) else {
+        let mut under_way: BTreeMap<PoolUid, u32> = BTreeMap::new();
+        let mut due = Vec::new();
+        for branch in self.down.iter().filter_map(|id| self.branches.get(id)) {
+            match &branch.state {
+                State::Leased {
+                    server: Server::Restarting { .. },
+                    ..
+                } => {
+                    *under_way.entry(branch.pool.clone()).or_default() += 1;
+                }
+                State::Leased {
+                    lease,
+                    server: Server::Down { failures, retry_at },
+                } if *retry_at <= now.mono => {
+                    due.push((
+                        branch.id,
+                        branch.slot,
+                        branch.pool.clone(),
+                        lease.clone(),
+                        *failures,
+                    ));
+                }
+                _ => {}
+            }
+        }
+        for (id, slot, pool, lease, failures) in due {
+            let most = self
+                .pools
+                .get(&pool)
+                .map_or(1, |pool| pool.spec.warming.start_concurrency);
+            let count = under_way.entry(pool.clone()).or_default();
+            if *count >= most {
                 continue;
-            };
-            let State::Leased {
-                lease,
-                server: Server::Down { failures, .. },
-            } = branch.state.clone()
-            else {
-                continue;
-            };
-            let (slot, pool) = (branch.slot, branch.pool.clone());
+            }
+            *count += 1;
             let server = Server::Restarting { failures };
             self.set_state(id, State::Leased { lease, server }, effects);
             // Before it runs: a branch that was parked cleanly is not to be trusted after a reboot
@@ -278,28 +303,15 @@ impl Node {
         }
     }
 
-    fn down_servers(&self, now: Now) -> Vec<BranchId> {
-        let down = self.leases.values().filter(|lease| lease.is_bound());
-        down.filter_map(|lease| self.branches.get(&lease.branch))
-            .filter(|branch| {
-                matches!(branch.state,
-                    State::Leased { server: Server::Down { retry_at, .. }, .. } if retry_at <= now.mono)
-            })
-            .map(|branch| branch.id)
-            .collect()
-    }
-
-    pub(super) fn restart_times(&self) -> Vec<u64> {
-        let bound = self.leases.values().filter(|lease| lease.is_bound());
-        bound
-            .filter_map(|lease| match self.branches.get(&lease.branch)?.state {
-                State::Leased {
-                    server: Server::Down { retry_at, .. },
-                    ..
-                } => Some(retry_at),
-                _ => None,
-            })
-            .collect()
+    pub(super) fn restart_times(&self) -> impl Iterator<Item = Millis> {
+        let down = self.down.iter().filter_map(|id| self.branches.get(id));
+        down.filter_map(|branch| match branch.state {
+            State::Leased {
+                server: Server::Down { retry_at, .. },
+                ..
+            } => Some(retry_at),
+            _ => None,
+        })
     }
 
     fn restarted(

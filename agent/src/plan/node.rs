@@ -233,6 +233,8 @@ pub struct Node {
     pub(super) next_serial: u64,
     pub(super) key: NodeKey,
     pub(super) rng: StdRng,
+    /// Leased branches whose server does not run.
+    pub(super) down: BTreeSet<BranchId>,
     /// Deadlines of bound leases and forget times of finished ones.
     pub(super) lease_times: BTreeSet<(Millis, LeaseUid)>,
 }
@@ -255,6 +257,7 @@ impl Node {
             next_serial: 1,
             key,
             rng,
+            down: BTreeSet::new(),
             lease_times: BTreeSet::new(),
         }
     }
@@ -341,6 +344,11 @@ impl Node {
             pool.enter(id, branch.serial, &state);
         }
         effects.pool_changed(&branch.pool);
+        if state.is_down() {
+            self.down.insert(id);
+        } else {
+            self.down.remove(&id);
+        }
         branch.state = state;
     }
 
@@ -353,6 +361,7 @@ impl Node {
             pool.leave(&id, branch.serial, &branch.state);
         }
         effects.pool_changed(&branch.pool);
+        self.down.remove(&id);
         self.free_slots.insert(branch.slot);
         effects.journal(Entry::BranchGone(id));
     }

@@ -421,6 +421,10 @@ impl World {
         };
         assert_eq!(asked, uid, "the answer went to another caller");
         let now = self.node.leases.get(&uid);
+        if now.is_some_and(|now| now.endpoint != lease.endpoint) {
+            // Late, of a lease that has ended and was forgotten; its uid is another lease's now.
+            return;
+        }
         if now.is_none_or(|now| now.branch == lease.branch) {
             self.moving.remove(&uid);
         }
