@@ -67,6 +67,13 @@ pub enum State {
     Quarantined(Failure),
 }
 
+/// Ends that came between the success of a step and the news of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Meanwhile {
+    pub(super) server_exited: Option<String>,
+    pub(super) session_closed: bool,
+}
+
 /// One branch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Branch {
@@ -85,6 +92,8 @@ pub struct Branch {
     pub state: State,
     /// What it is to become when the step under way ends.
     pub(super) retire: Option<(After, StopMode)>,
+    /// What ended while a step was under way, whose own end may say that all went well.
+    pub(super) meanwhile: Meanwhile,
 }
 
 impl Branch {

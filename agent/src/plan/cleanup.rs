@@ -96,7 +96,10 @@ impl Node {
             return;
         }
         if branch.is_busy() {
-            branch.retire = Some((after, mode));
+            // What is to be thrown away is not kept for anybody after all.
+            if !matches!(branch.retire, Some((After::Trash, _))) {
+                branch.retire = Some((after, mode));
+            }
         } else {
             self.begin_stop(id, after, mode, delay, now, effects);
         }
@@ -263,16 +266,20 @@ impl Node {
                 effects.node = true;
                 self.set_state(id, State::Quarantined(failure), effects);
             }
-            After::Park => self.parked(id, clean, effects),
+            After::Park => self.parked(id, clean, now, effects),
         }
     }
 
-    fn parked(&mut self, id: BranchId, clean: bool, effects: &mut Effects) {
+    fn parked(&mut self, id: BranchId, clean: bool, now: Now, effects: &mut Effects) {
         let holder = self
             .leases
             .iter()
             .find(|(_, lease)| lease.is_bound() && lease.branch == id);
-        let Some((lease, _)) = holder else { return };
+        let Some((lease, _)) = holder else {
+            // The lease ended while its server was being stopped.
+            self.begin_stop(id, After::Trash, StopMode::Immediate, 0, now, effects);
+            return;
+        };
         let lease = lease.clone();
         let Some(branch) = self.branches.get(&id) else {
             return;
