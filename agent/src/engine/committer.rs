@@ -25,6 +25,8 @@ type Commit = std::pin::Pin<Box<dyn Future<Output = Result<(), journal::Error>> 
 
 struct Work {
     number: u64,
+    /// The publication that shows what this is about.
+    publication: u64,
     commit: Option<Commit>,
     records: Vec<Record>,
     links: Vec<LinkChange>,
@@ -47,6 +49,8 @@ pub(super) struct Committer {
     journal: Journal,
     submitted: Arc<std::sync::atomic::AtomicU64>,
     done: watch::Receiver<u64>,
+    /// Counts publications of the core's state.
+    published: Arc<watch::Sender<u64>>,
     /// What the journal refuses with, while it does.
     failing: watch::Receiver<Option<String>>,
 }
@@ -57,18 +61,21 @@ impl Committer {
         let (queue, work) = mpsc::unbounded_channel();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
+        let (published, publications) = watch::channel(0);
         tokio::spawn(run(
             work,
             journal.clone(),
             layout,
             done_sender,
             failing_sender,
+            publications,
         ));
         Self {
             queue,
             journal,
             submitted: Arc::default(),
             done,
+            published: Arc::new(published),
             failing,
         }
     }
@@ -91,12 +98,19 @@ impl Committer {
         };
         let _closed = self.queue.send(Work {
             number,
+            publication: *self.published.borrow() + 1,
             commit,
             records,
             links,
             reply,
         });
         number
+    }
+
+    /// Everything submitted so far can be seen by whoever asks: callers get their answers only then,
+    /// so that they find what they were told.
+    pub(super) fn note_published(&self) {
+        self.published.send_modify(|count| *count += 1);
     }
 
     /// Waits until everything submitted up to `number` is in the journal.
@@ -125,6 +139,7 @@ async fn run(
     layout: Layout,
     done: watch::Sender<u64>,
     failing: watch::Sender<Option<String>>,
+    mut publications: watch::Receiver<u64>,
 ) {
     let mut refused: BTreeMap<(Kind, String), Record> = BTreeMap::new();
     while let Some(work) = queue.recv().await {
@@ -154,6 +169,10 @@ async fn run(
         };
         apply_links(&layout, &work.links);
         if let Some((reply, answer)) = work.reply {
+            // An error means that the core ended.
+            let _ended = publications
+                .wait_for(|count| *count >= work.publication)
+                .await;
             let _caller_is_gone = reply.send(result.map(|()| answer));
         }
         while !refused.is_empty() && queue.is_empty() {
