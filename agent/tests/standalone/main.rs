@@ -3,4 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod burst;
+mod inmate;
+mod isolation;
 mod node;
+mod starvation;
+mod takeover;

@@ -179,6 +179,15 @@ impl Node {
         process.join(data.strip_prefix("/").unwrap())
     }
 
+    /// The branch filesystem's path in the agent's mount namespace.
+    pub(crate) fn inner_root(&self) -> PathBuf {
+        self.dir.path().join("data/root")
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.dir.path()
+    }
+
     fn log_path(&self) -> PathBuf {
         self.dir.path().join("agent.log")
     }
@@ -313,6 +322,19 @@ impl Node {
             epoch: None,
         };
         self.client.reset(uid, &request).await
+    }
+
+    /// Waits until a lease is as wanted.
+    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let lease = self.client.get_lease(uid).await.unwrap();
+            if wanted(&lease) {
+                return lease;
+            }
+            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Asks the agent to stop, and waits until it has.
@@ -467,7 +489,7 @@ pub(crate) fn wait_gone(pid: u32) {
     }
 }
 
-fn processes() -> Vec<u32> {
+pub(crate) fn processes() -> Vec<u32> {
     let entries = fs::read_dir("/proc").unwrap();
     entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -483,6 +505,6 @@ fn descendants(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-fn command_of(pid: u32) -> String {
+pub(crate) fn command_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
 }
