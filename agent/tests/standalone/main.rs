@@ -5,5 +5,9 @@
 mod adoption;
 mod burst;
 mod image;
+mod inmate;
 mod inspect;
+mod isolation;
 mod node;
+mod starvation;
+mod takeover;

@@ -179,6 +179,15 @@ impl Node {
         process.join(data.strip_prefix("/").unwrap())
     }
 
+    /// The branch filesystem's path in the agent's mount namespace.
+    pub(crate) fn inner_root(&self) -> PathBuf {
+        self.dir.path().join("data/root")
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.dir.path()
+    }
+
     fn log_path(&self) -> PathBuf {
         self.dir.path().join("agent.log")
     }
@@ -313,6 +322,22 @@ impl Node {
             epoch: None,
         };
         self.client.reset(uid, &request).await
+    }
+
+    /// Waits until a lease is as wanted.
+    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            // The agent may be killed meanwhile.
+            let lease = self.client.get_lease(uid).await;
+            if let Ok(lease) = &lease
+                && wanted(lease)
+            {
+                return lease.clone();
+            }
+            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Asks the agent to stop, and waits until it has.
