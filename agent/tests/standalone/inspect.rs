@@ -66,7 +66,8 @@ impl Inventory {
         let logs: BTreeSet<String> = self.branches.iter().map(|id| format!("{id}.log")).collect();
         assert_eq!(self.logs, logs, "logs");
         assert_eq!(self.addresses.len(), branches, "addresses: {self:#?}");
-        assert_eq!(self.mounts, branches, "mounts");
+        // None for servers that an earlier supervisor started, or without a user for each branch.
+        assert!(self.mounts <= branches, "mounts: {self:#?}");
         assert!(self.trash.is_empty(), "tombstones: {:?}", self.trash);
         assert!(self.building.is_empty(), "builds: {:?}", self.building);
         assert_eq!(self.golden.len(), 1, "images: {:?}", self.golden);
