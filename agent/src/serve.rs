@@ -166,7 +166,16 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         warn!("{warning}");
     }
     let layout = Layout::new(root, &common.run_dir)?;
+    layout.create()?;
     let socket = layout.agent_socket();
+    // Before any server is started: an address that cannot be had ends the agent. Callers wait in
+    // the backlog.
+    let server = Server::bind(&http::Options {
+        socket: Some(socket.clone()),
+        tcp: common.listen,
+        token_file: common.token_file,
+    })
+    .await?;
     let cores = u32::try_from(available_parallelism().map_or(1, usize::from)).unwrap_or(1);
     let engine = Engine::start(Config {
         name: common.name.unwrap_or_else(host_name),
@@ -183,12 +192,6 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
         default_concurrency: cores + 1,
-    })
-    .await?;
-    let server = Server::bind(&http::Options {
-        socket: Some(socket.clone()),
-        tcp: common.listen,
-        token_file: common.token_file,
     })
     .await?;
     info!(socket = %socket.display(), tcp = ?server.tcp_address(), "serving");

@@ -1,7 +1,7 @@
 //! The steps of a branch's life up to its hand-over: snapshot, start, preconnect, hand over; and the
 //! restart of a leased server.
 
-use std::{fs, io, path::Path, sync::Arc, time::Duration};
+use std::{io, path::Path, sync::Arc, time::Duration};
 
 use branchpool_supervisor::protocol::{IdMount, User};
 use rustix::fs::{Gid, Uid};
@@ -22,7 +22,7 @@ use crate::{
         server::{self, Launch, Server},
         session::{Session, Startup},
     },
-    storage::ids::BranchId,
+    storage::{ids::BranchId, tree::remove_tree},
 };
 
 /// Share of the CPU of a branch that warms, against 100 of one that is leased: moderately lower,
@@ -315,7 +315,7 @@ fn prepare(
     files::make_dir(&run, 0o711)?;
     let sockets = layout.branch_socket_dir(&id);
     // An earlier server that was killed left its socket and lock file.
-    files::absent(fs::remove_dir_all(&sockets))?;
+    remove_tree(&sockets)?;
     files::make_dir(&sockets, 0o700)?;
     rustix::fs::chown(
         &sockets,
