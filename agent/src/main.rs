@@ -12,6 +12,7 @@ use branchpool_supervisor::{
     FD_VARIABLE,
     server::{Program, supervise},
 };
+use branchpool_sys::chain;
 use clap::Parser;
 
 /// sysexits.h: an internal failure, where a new try may help.
@@ -62,14 +63,4 @@ fn supervise_agent(args: Vec<OsString>) -> ExitCode {
             ExitCode::from(FAILURE)
         }
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -114,20 +114,15 @@ impl Actor {
             Command::Apply { spec, .. } => Some(spec.uid.clone()),
             _ => None,
         };
-        if let (Some(uid), Some(settings)) = (&applied, envelope.settings) {
-            let known = self.world.settings(uid);
-            self.world.set_settings(uid.clone(), settings);
-            self.take(Event::Command(token, envelope.command));
-            if !self.node.pools.contains_key(uid) {
-                self.world.drop_settings(uid);
-            } else if let Some(known) = known
-                && self.node.pools.get(uid).is_some_and(|pool| pool.removed)
-            {
-                self.world.set_settings(uid.clone(), known);
-            }
-            return;
+        let event = Event::Command(token, envelope.command);
+        let effects = self.node.handle(event, self.world.clock.now());
+        if let (Some(uid), Some(settings)) = (applied, envelope.settings)
+            && !effects.refuses(token)
+        {
+            // Before what follows is carried out, which needs them.
+            self.world.set_settings(uid, settings);
         }
-        self.take(Event::Command(token, envelope.command));
+        self.carry_out(effects);
     }
 
     fn take(&mut self, event: Event) {

@@ -192,6 +192,7 @@ pub(super) fn observed(
     running: &BTreeMap<BranchId, Running>,
     records: &Records,
     rebooted: bool,
+    boot_id: String,
 ) -> Observed {
     let branches = scan.branches.iter().map(|entry| {
         let server = running.get(&entry.id);
@@ -234,6 +235,7 @@ pub(super) fn observed(
         golden,
         strays,
         rebooted,
+        boot_id,
     }
 }
 

@@ -4,16 +4,11 @@ use std::{io, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{
-    desired::Settings,
-    files,
-    steps::{blocking, chain},
-    world::World,
-};
+use super::{desired::Settings, files, steps::blocking, world::World};
 use crate::{
     golden::{self, GoldenSpec},
     plan::{Image, PoolUid},
-    postgres::{config, installation::own_user, server},
+    postgres::{chain, config, installation::own_user, server},
     storage::Layout,
 };
 

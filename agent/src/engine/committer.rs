@@ -5,7 +5,12 @@
 //! other.
 
 use std::{
-    collections::BTreeMap, fs, io, os::unix::fs::symlink, path::Path, sync::Arc, time::Duration,
+    collections::BTreeMap,
+    fs, io,
+    os::unix::fs::symlink,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use tokio::sync::{mpsc, oneshot, watch};
@@ -45,6 +50,9 @@ impl std::fmt::Debug for Work {
 pub(super) struct Committer {
     queue: mpsc::UnboundedSender<Work>,
     journal: Journal,
+    /// Held from an entry's way into the journal's queue to its way into ours: both have the same
+    /// order.
+    order: Arc<Mutex<()>>,
     submitted: Arc<std::sync::atomic::AtomicU64>,
     done: watch::Receiver<u64>,
     /// What the journal refuses with, while it does.
@@ -60,16 +68,18 @@ impl Committer {
         let (queue, work) = mpsc::unbounded_channel();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
-        tokio::spawn(run(
-            work,
-            journal.clone(),
-            layout,
-            done_sender,
-            failing_sender,
-        ));
+        let order = Arc::default();
+        let retries = Retries {
+            journal: journal.clone(),
+            order: Arc::clone(&order),
+            refused: BTreeMap::new(),
+            failing: failing_sender,
+        };
+        tokio::spawn(run(work, retries, layout, done_sender));
         Self {
             queue,
             journal,
+            order,
             submitted: Arc::default(),
             done,
             failing,
@@ -87,6 +97,7 @@ impl Committer {
             .submitted
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let records: Vec<Record> = entries.into_iter().filter_map(record).collect();
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let commit: Option<Commit> = if records.is_empty() {
             None
         } else {
@@ -124,53 +135,99 @@ impl Committer {
 
 async fn run(
     mut queue: mpsc::UnboundedReceiver<Work>,
-    journal: Journal,
+    mut retries: Retries,
     layout: Layout,
     done: watch::Sender<u64>,
-    failing: watch::Sender<Option<String>>,
 ) {
-    let mut refused: BTreeMap<(Kind, String), Record> = BTreeMap::new();
-    while let Some(work) = queue.recv().await {
+    let mut last = 0;
+    loop {
+        let work = if retries.refused.is_empty() {
+            queue.recv().await
+        } else {
+            match tokio::time::timeout(RETRY, queue.recv()).await {
+                Ok(work) => work,
+                Err(_) => {
+                    retries.offer(&queue).await;
+                    retries.report(&done, last);
+                    continue;
+                }
+            }
+        };
+        let Some(work) = work else { return };
         let written = match work.commit {
             Some(commit) => commit.await,
             None => Ok(()),
         };
-        let result = match written {
-            Ok(()) if refused.is_empty() => Ok(()),
+        let wrote = written.is_ok() && !work.records.is_empty();
+        let result = retries.note(written, work.records);
+        apply_links(&layout, &work.links);
+        if let Some((reply, answer)) = work.reply {
+            let _caller_is_gone = reply.send(result.map(|()| answer));
+        }
+        if wrote {
+            // The journal works again.
+            retries.offer(&queue).await;
+        }
+        last = work.number;
+        retries.report(&done, last);
+    }
+}
+
+/// What the journal refused, until it takes it.
+struct Retries {
+    journal: Journal,
+    order: Arc<Mutex<()>>,
+    refused: BTreeMap<(Kind, String), Record>,
+    failing: watch::Sender<Option<String>>,
+}
+
+impl Retries {
+    fn note(
+        &mut self,
+        written: Result<(), journal::Error>,
+        records: Vec<Record>,
+    ) -> Result<(), Refusal> {
+        match written {
             Ok(()) => {
                 // Older values must not come back over newer ones.
-                for record in &work.records {
-                    refused.remove(&key(record));
+                for record in &records {
+                    self.refused.remove(&key(record));
                 }
                 Ok(())
             }
             Err(error) => {
                 let detail = error.to_string();
-                refused.extend(
-                    work.records
-                        .into_iter()
-                        .map(|record| (key(&record), record)),
-                );
-                failing.send_replace(Some(detail.clone()));
+                let records = records.into_iter().map(|record| (key(&record), record));
+                self.refused.extend(records);
+                self.failing.send_replace(Some(detail.clone()));
                 Err(Refusal::JournalFailed { detail })
             }
-        };
-        apply_links(&layout, &work.links);
-        if let Some((reply, answer)) = work.reply {
-            let _caller_is_gone = reply.send(result.map(|()| answer));
         }
-        while !refused.is_empty() && queue.is_empty() {
-            let records: Vec<Record> = refused.values().cloned().collect();
-            if journal.write(records).await.is_ok() {
-                refused.clear();
-                failing.send_replace(None);
-            } else {
-                // Nobody waits for this: every caller has had its answer.
-                tokio::time::sleep(RETRY).await;
+    }
+
+    /// Offers the journal once more what it refused, unless newer entries are on their way to it.
+    async fn offer(&mut self, queue: &mpsc::UnboundedReceiver<Work>) {
+        if self.refused.is_empty() {
+            return;
+        }
+        let commit = {
+            let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+            if !queue.is_empty() {
+                return;
             }
+            self.journal.write(self.refused.values().cloned().collect())
+        };
+        if commit.await.is_ok() {
+            self.refused.clear();
         }
-        if refused.is_empty() {
-            done.send_replace(work.number);
+    }
+
+    /// All up to `number` is in the journal once nothing is refused any more.
+    fn report(&self, done: &watch::Sender<u64>, number: u64) {
+        if self.refused.is_empty() {
+            self.failing
+                .send_if_modified(|failing| failing.take().is_some());
+            done.send_replace(number);
         }
     }
 }
@@ -235,6 +292,7 @@ fn record(entry: Entry) -> Option<Record> {
         Entry::Lease(uid, record) => Record::put(Kind::Lease, uid.0, &record),
         Entry::LeaseGone(uid) => Ok(Record::delete(Kind::Lease, uid.0)),
         Entry::Epoch(epoch) => Record::put(Kind::Meta, EPOCH, &epoch),
+        Entry::Boot(id) => Record::put(Kind::Meta, BOOT, &id),
     };
     result
         .inspect_err(|error| tracing::error!(%error, "an entry has no form in the journal"))
@@ -243,4 +301,85 @@ fn record(entry: Entry) -> Option<Record> {
 
 fn generation_key(pool: &str, number: u64) -> String {
     format!("{pool}/{number}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(key: &str, value: &str) -> Record {
+        Record::put(Kind::Lease, key, &value).unwrap()
+    }
+
+    fn refusal() -> Result<(), journal::Error> {
+        Err(journal::Error::Closed)
+    }
+
+    #[tokio::test]
+    async fn what_the_journal_refused_is_offered_again_until_something_newer_replaces_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("journal.db");
+        let (journal, _) = Journal::open(&path).unwrap();
+        let (failing, seen) = watch::channel(None);
+        let mut retries = Retries {
+            journal: journal.clone(),
+            order: Arc::default(),
+            refused: BTreeMap::new(),
+            failing,
+        };
+        let (done, committed) = watch::channel(0);
+        let (_queue, empty) = mpsc::unbounded_channel();
+
+        let refused = retries.note(refusal(), vec![put("a", "old"), put("b", "old")]);
+        assert!(matches!(refused, Err(Refusal::JournalFailed { .. })));
+        retries.report(&done, 1);
+        assert!(seen.borrow().is_some());
+        assert_eq!(*committed.borrow(), 0);
+
+        journal.write(vec![put("a", "new")]).await.unwrap();
+        retries.note(Ok(()), vec![put("a", "new")]).unwrap();
+        retries.offer(&empty).await;
+        retries.report(&done, 2);
+        assert_eq!(*seen.borrow(), None);
+        assert_eq!(*committed.borrow(), 2);
+
+        // Nothing is left to be offered once everything was replaced.
+        let refused = retries.note(refusal(), vec![put("b", "lost")]);
+        assert!(refused.is_err());
+        journal.write(vec![put("b", "newer")]).await.unwrap();
+        retries.note(Ok(()), vec![put("b", "newer")]).unwrap();
+        retries.report(&done, 4);
+        assert_eq!(*seen.borrow(), None);
+        assert_eq!(*committed.borrow(), 4);
+
+        journal.close().await;
+        let (_journal, contents) = Journal::open(&path).unwrap();
+        assert_eq!(contents.get(Kind::Lease, "a"), Some("\"new\""));
+        assert_eq!(contents.get(Kind::Lease, "b"), Some("\"newer\""));
+    }
+
+    #[tokio::test]
+    async fn newer_entries_on_their_way_go_first() {
+        let directory = tempfile::tempdir().unwrap();
+        let (journal, _) = Journal::open(&directory.path().join("journal.db")).unwrap();
+        let mut retries = Retries {
+            journal,
+            order: Arc::default(),
+            refused: BTreeMap::new(),
+            failing: watch::Sender::new(None),
+        };
+        let refused = retries.note(refusal(), vec![put("a", "old")]);
+        assert!(refused.is_err());
+        let (queue, waiting) = mpsc::unbounded_channel();
+        let work = Work {
+            number: 2,
+            commit: None,
+            records: vec![put("a", "new")],
+            links: Vec::new(),
+            reply: None,
+        };
+        queue.send(work).unwrap();
+        retries.offer(&waiting).await;
+        assert_eq!(retries.refused.len(), 1, "the old value was written");
+    }
 }

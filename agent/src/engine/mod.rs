@@ -42,7 +42,7 @@ use self::{
 };
 use crate::{
     http::WatchLog,
-    journal::{self, Journal, Kind, Record},
+    journal::{self, Journal},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
     storage::{Branches, ids::NodeKey, layout},
@@ -161,7 +161,7 @@ impl Engine {
         boot::clear_cgroups(&world, &cgroups, &running)
             .await
             .context(BootSnafu)?;
-        let observed = boot::observed(&world, &scan, &running, &records, rebooted);
+        let observed = boot::observed(&world, &scan, &running, &records, rebooted, boot_id);
         for (pool, number, facts) in boot::images(&records) {
             world.set_image(pool, number, facts);
         }
@@ -186,13 +186,6 @@ impl Engine {
         );
         tokio::spawn(actor.run(effects));
         tokio::spawn(sampler::run(Arc::clone(&world)));
-        // After what follows from a reboot has been queued: a crash before this sees it again.
-        let boot_record =
-            Record::put(Kind::Meta, committer::BOOT, &boot_id).context(JournalSnafu)?;
-        journal
-            .write(vec![boot_record])
-            .await
-            .context(JournalSnafu)?;
         Ok(Self {
             commands,
             log,
@@ -212,13 +205,14 @@ impl Engine {
     pub async fn drain(&self, limit: Duration) -> bool {
         let _gone = self.events.send(crate::plan::Event::Drain).await;
         let mut drained = self.drained.clone();
-        let done = tokio::time::timeout(limit, drained.wait_for(|drained| *drained))
-            .await
-            .is_ok();
-        self.world
-            .committer
-            .committed(self.world.committer.submitted())
-            .await;
+        // A journal that refuses, as on a full disk, must not hold up the end either.
+        let done = tokio::time::timeout(limit, async {
+            let _actor_ended = drained.wait_for(|drained| *drained).await;
+            let committer = &self.world.committer;
+            committer.committed(committer.submitted()).await;
+        })
+        .await
+        .is_ok();
         self.log.close();
         self.journal.clone().close().await;
         if done {

@@ -15,6 +15,7 @@ use super::{
 use crate::{
     plan::{Event, Failure, PoolUid, Preconnect, Slot},
     postgres::{
+        chain,
         config::{self, Control, Phase, Profile},
         sandbox::Isolation,
         server::{self, Launch, Server},
@@ -435,9 +436,4 @@ pub(super) async fn hand_over(
             Err(_) => tracing::warn!(branch = %id, "no session at hand-over in time"),
         }
     }
-}
-
-/// An error with all its causes on one line.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    crate::postgres::chain(error)
 }

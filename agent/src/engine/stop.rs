@@ -4,12 +4,12 @@ use std::{fs, io, path::Path, sync::Arc, time::Duration};
 
 use super::{
     files,
-    steps::{blocking, chain},
+    steps::blocking,
     world::{Runtime, World},
 };
 use crate::{
     plan::{After, Slot, StopMode, Stopped},
-    postgres::server,
+    postgres::{chain, server},
     storage::ids::BranchId,
 };
 

@@ -134,16 +134,6 @@ pub(super) fn replace_by_empty(path: &Path, owner: &OsUser) -> io::Result<()> {
     lchown(path, Some(owner.uid), Some(owner.gid))
 }
 
-pub(super) fn entries(path: &Path) -> io::Result<Vec<PathBuf>> {
-    match fs::read_dir(path) {
-        Ok(entries) => entries
-            .map(|entry| entry.map(|entry| entry.path()))
-            .collect(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    }
-}
-
 /// Parent and last component of a path that the agent composed itself.
 pub(super) fn split(path: &Path) -> (&Path, &OsStr) {
     let parent = path

@@ -21,9 +21,7 @@ use std::{
 use branchpool_supervisor::client::Supervisor;
 use branchpool_sys::cgroup::Group;
 
-pub use self::{
-    checks::Error as CheckError, discard::discard_unfinished, error::Error, facts::Facts,
-};
+pub use self::{checks::Error as CheckError, error::Error, facts::Facts};
 use self::{error::Result, workshop::Workshop};
 use crate::{
     postgres::{
@@ -125,7 +123,7 @@ impl Report<'_> {
 
 /// Builds and seals the image of `spec`. After an error, or when the future is dropped, no
 /// process of it runs any more; after an error nothing of it is left on disk either, and after a
-/// drop [`discard_unfinished`] finds it.
+/// drop what `building` holds of it is the caller's to remove.
 pub async fn build(
     env: &Env,
     spec: &GoldenSpec,

@@ -1,6 +1,6 @@
 //! The `subvolume` source: a clone of a prepared data directory, checked and cleaned.
 
-use std::path::Path;
+use std::{fs, path::Path};
 
 use branchpool_sys::btrfs;
 use snafu::{ResultExt, ensure};
@@ -112,7 +112,7 @@ pub(super) async fn clean(
 }
 
 fn prepared_transactions(data_dir: &Path) -> usize {
-    files::entries(&data_dir.join(TWO_PHASE)).map_or(0, |entries| entries.len())
+    fs::read_dir(data_dir.join(TWO_PHASE)).map_or(0, Iterator::count)
 }
 
 async fn check_catalog(workshop: &Workshop<'_>) -> Result<()> {

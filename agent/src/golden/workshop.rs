@@ -326,7 +326,7 @@ fn majors(installations: &[Installation]) -> String {
 
 /// A directory that the tools can pass through, with one for sockets that is theirs alone.
 fn make_run_dir(env: &Env) -> io::Result<TempDir> {
-    let parent = discard::run_dir(&env.layout);
+    let parent = env.layout.build_runs();
     fs::create_dir_all(&parent)?;
     fs::set_permissions(&parent, fs::Permissions::from_mode(0o711))?;
     let run = tempfile::Builder::new().prefix("").tempdir_in(&parent)?;

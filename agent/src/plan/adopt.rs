@@ -32,6 +32,8 @@ pub struct Observed {
     pub strays: Vec<Quarantined>,
     /// The node was started anew since the journal was last written.
     pub rebooted: bool,
+    /// Names this start of the node; journalled together with what follows from it.
+    pub boot_id: String,
 }
 
 impl Node {
@@ -48,6 +50,7 @@ impl Node {
         let mut node = Self::new(limits, key, rng);
         let mut effects = Effects::default();
         node.epoch = records.epoch;
+        effects.journal(Entry::Boot(observed.boot_id.clone()));
         node.strays.clone_from(&observed.strays);
         node.restore_pools(&records, &observed, &mut effects);
         for (uid, record) in &records.leases {
@@ -110,6 +113,7 @@ impl Node {
         let seen = observed.branches.get(&id).copied();
         // Moved into the trash before the record was dropped, or never made.
         let Some(seen) = seen else {
+            effects.unlink(record.endpoint);
             self.lose_branch(id, &record, "BranchMissing", now, effects);
             effects.journal(Entry::BranchGone(id));
             return;
@@ -177,6 +181,9 @@ impl Node {
                 }
             }
         };
+        if matches!(state, State::Stopping { .. }) {
+            effects.unlink(record.endpoint);
+        }
         self.take_slot(record.slot);
         if state.is_down() {
             self.down.insert(id);
@@ -197,6 +204,7 @@ impl Node {
                 created: now.mono,
                 state,
                 retire: None,
+                died: None,
             },
         );
     }
@@ -293,6 +301,9 @@ impl Node {
             .map(|branch| branch.id)
             .collect();
         for id in orphans {
+            if let Some(branch) = self.branches.get(&id) {
+                effects.unlink(branch.endpoint);
+            }
             self.retire(id, After::Trash, StopMode::Immediate, now, effects);
         }
     }

@@ -95,6 +95,8 @@ pub struct Branch {
     pub state: State,
     /// What it is to become when the step under way ends.
     pub(super) retire: Option<(After, StopMode)>,
+    /// How its server ended while the step under way had not ended here.
+    pub(super) died: Option<String>,
 }
 
 impl Branch {
@@ -117,6 +119,17 @@ impl Branch {
             State::Leased { server, .. } => matches!(server, Server::Restarting { .. }),
             State::Stopping { working, .. } => *working,
             _ => false,
+        }
+    }
+
+    /// How the step that ended went, unless the server that it left ended before this was known.
+    pub(super) fn unless_it_died(&mut self, result: Result<(), Failure>) -> Result<(), Failure> {
+        match self.died.take() {
+            None => result,
+            Some(detail) => result.and(Err(Failure {
+                reason: "ServerDied".to_owned(),
+                message: format!("its server ended as soon as it was ready: {detail}"),
+            })),
         }
     }
 

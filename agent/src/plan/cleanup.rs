@@ -115,13 +115,14 @@ impl Node {
         let Some(branch) = self.branches.get(&id) else {
             return;
         };
-        let was_reachable = matches!(branch.state, State::Ready);
+        // A lease takes its address along; a branch may have been ready before this agent came.
+        let is_leased = matches!(branch.state, State::Leased { .. } | State::Parked { .. });
         let endpoint = branch.endpoint;
         let mut record = branch.record();
         if after != After::Park {
             record.stage = Stage::Stopping;
         }
-        if was_reachable {
+        if !is_leased {
             effects.unlink(endpoint);
         }
         effects.journal(Entry::Branch(id, record));
@@ -164,8 +165,9 @@ impl Node {
                     Some(State::Stopping {
                         due,
                         working: false,
+                        failures,
                         ..
-                    }) => *due <= now.mono || self.draining,
+                    }) => *due <= now.mono || (self.draining && *failures == 0),
                     _ => false,
                 },
             )
@@ -263,16 +265,20 @@ impl Node {
                 effects.node = true;
                 self.set_state(id, State::Quarantined(failure), effects);
             }
-            After::Park => self.parked(id, clean, effects),
+            After::Park => self.parked(id, clean, now, effects),
         }
     }
 
-    fn parked(&mut self, id: BranchId, clean: bool, effects: &mut Effects) {
+    fn parked(&mut self, id: BranchId, clean: bool, now: Now, effects: &mut Effects) {
         let holder = self
             .leases
             .iter()
             .find(|(_, lease)| lease.is_bound() && lease.branch == id);
-        let Some((lease, _)) = holder else { return };
+        let Some((lease, _)) = holder else {
+            // Its lease ended meanwhile.
+            self.begin_stop(id, After::Trash, StopMode::Immediate, 0, now, effects);
+            return;
+        };
         let lease = lease.clone();
         let Some(branch) = self.branches.get(&id) else {
             return;

@@ -120,6 +120,7 @@ impl Node {
         if !branch.is_busy() || !branch.is_warming() {
             return;
         }
+        let result = branch.unless_it_died(result);
         let retire = branch.retire.take();
         let endpoint = branch.endpoint;
         let in_snapshot = branch.state == State::Snapshotting;
@@ -229,7 +230,17 @@ impl Node {
                 };
                 self.set_state(id, State::Leased { lease, server }, effects);
             }
-            // A step under way sees the exit itself; the others have no server.
+            // The end of the step may be on its way here already, and tell of a good one.
+            State::Starting
+            | State::Preconnecting
+            | State::Leased {
+                server: Server::Restarting { .. },
+                ..
+            } => {
+                if let Some(branch) = self.branches.get_mut(&id) {
+                    branch.died = Some(detail.to_owned());
+                }
+            }
             _ => {}
         }
     }
@@ -278,6 +289,7 @@ impl Node {
                 _ => {}
             }
         }
+        let mut begun = Vec::new();
         for (id, slot, pool, lease, failures) in due {
             let most = self
                 .pools
@@ -295,12 +307,14 @@ impl Node {
             if let Some(branch) = self.branches.get(&id) {
                 effects.journal(Entry::Branch(id, branch.record()));
             }
-            effects.act(Action::Restart {
+            begun.push(Action::Restart {
                 branch: id,
                 slot,
                 pool,
             });
         }
+        effects.flush();
+        begun.into_iter().for_each(|action| effects.act(action));
     }
 
     pub(super) fn restart_times(&self) -> impl Iterator<Item = Millis> {
@@ -331,6 +345,7 @@ impl Node {
         else {
             return;
         };
+        let result = branch.unless_it_died(result);
         if let Some((after, mode)) = branch.retire.take() {
             self.begin_stop(id, after, mode, 0, now, effects);
             return;

@@ -163,6 +163,13 @@ pub struct Effects {
 }
 
 impl Effects {
+    /// Whether the answer to this caller is a refusal.
+    pub fn refuses(&self, token: Token) -> bool {
+        self.actions.iter().any(|action| {
+            matches!(action, Action::Reply { token: other, answer: Err(_) } if *other == token)
+        })
+    }
+
     pub(super) fn act(&mut self, action: Action) {
         self.actions.push(action);
     }
@@ -208,7 +215,8 @@ impl Effects {
         });
     }
 
-    fn flush(&mut self) {
+    /// Journals what the event changed so far, for what has to come after it.
+    pub(super) fn flush(&mut self) {
         if !(self.entries.is_empty() && self.links.is_empty()) {
             self.commit(None);
         }
@@ -294,6 +302,8 @@ impl Node {
         self.plan_replacement(now, effects);
         self.plan_warming(now, effects);
         self.plan_restarts(now, effects);
+        // A stop begins after what it follows from is in the journal.
+        effects.flush();
         self.plan_cleanup(now, effects);
         self.drop_finished_pools(effects);
         effects.flush();
@@ -362,7 +372,10 @@ impl Node {
         }
         effects.pool_changed(&branch.pool);
         self.down.remove(&id);
-        self.free_slots.insert(branch.slot);
+        // The node may have been given fewer since.
+        if branch.slot.0 < self.limits.slots {
+            self.free_slots.insert(branch.slot);
+        }
         effects.journal(Entry::BranchGone(id));
     }
 

@@ -21,6 +21,8 @@ pub enum Entry {
     LeaseGone(LeaseUid),
     /// Highest leader's epoch seen.
     Epoch(u64),
+    /// Names the time since the machine was started.
+    Boot(String),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -241,6 +241,7 @@ impl Node {
                     created: now.mono,
                     state: State::Snapshotting,
                     retire: None,
+                    died: None,
                 },
             );
             if let Some(pool) = self.pools.get_mut(uid) {

@@ -252,6 +252,11 @@ impl Layout {
         self.auth_pool(pool).join("pg_ident.conf")
     }
 
+    /// Directories of running builds.
+    pub fn build_runs(&self) -> PathBuf {
+        self.run.join("g")
+    }
+
     /// Configuration of a running branch.
     pub fn branch_run(&self, id: &BranchId) -> PathBuf {
         self.run.join("b").join(id)

@@ -11,3 +11,15 @@ pub mod process;
 mod raw;
 pub mod sandbox;
 pub mod spawn;
+
+/// An error and its causes in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}

@@ -1,10 +1,10 @@
 //! Which means of isolation this machine has, by trying them.
 
-use std::{error::Error, path::Path};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{mount, namespace, sandbox};
+use crate::{chain, mount, namespace, sandbox};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Feature {
@@ -69,18 +69,6 @@ fn enough(landlock: &Result<u32, String>, since: u32, linux: &str) -> Result<(),
         )),
         Err(reason) => Err(reason.clone()),
     }
-}
-
-/// An error and its causes in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

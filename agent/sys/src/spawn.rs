@@ -26,7 +26,7 @@ use rustix::{
 };
 use snafu::{ResultExt, Snafu};
 
-use crate::{cgroup::Membership, mount::Ids, probe, raw, sandbox};
+use crate::{cgroup::Membership, mount::Ids, raw, sandbox};
 
 /// Above this the text of a failure is cut, so that one write to the pipe takes it whole.
 const FAILURE_MAX: usize = 2048;
@@ -142,7 +142,7 @@ impl Command<'_> {
             sandbox::restrict(rules).map_err(|error| Failure {
                 code: 0,
                 step: "restrict by Landlock".to_owned(),
-                reason: probe::chain(&error),
+                reason: crate::chain(&error),
             })?;
         }
         self.set_user()?;

@@ -18,6 +18,8 @@ enum Step {
     FinishMany(u8),
     Wait(u32),
     ServerDies(usize),
+    /// Ends an action well, and its server before that is told.
+    FinishAndDie(usize),
     SessionDies(usize),
     TombstoneGone(usize),
     Stray(u8),
@@ -41,6 +43,7 @@ fn step() -> impl Strategy<Value = Step> {
         8 => (1..40_u8).prop_map(Step::FinishMany),
         4 => prop_oneof![1..100_u32, 1_000..100_000_u32].prop_map(Step::Wait),
         2 => any::<usize>().prop_map(Step::ServerDies),
+        2 => any::<usize>().prop_map(Step::FinishAndDie),
         1 => any::<usize>().prop_map(Step::SessionDies),
         1 => any::<usize>().prop_map(Step::TombstoneGone),
         1 => any::<u8>().prop_map(Step::Stray),
@@ -105,6 +108,7 @@ fn play(world: &mut World, step: Step) {
             },
         ),
         Step::Finish(index, success) => world.finish(index, success),
+        Step::FinishAndDie(index) => world.finish_and_die(index),
         Step::FinishMany(count) => (0..count).for_each(|_| world.finish(0, true)),
         Step::Wait(by) => world.tick(by.into()),
         Step::ServerDies(pick) => {

@@ -229,8 +229,38 @@ impl World {
     /// Ends the `pick`-th action under way. Journal writes end in their order, and a stop or
     /// deletion waits for the journal writes before it.
     pub fn finish(&mut self, pick: usize, success: bool) {
-        if self.pending.is_empty() {
+        let Some(action) = self.pick(pick) else {
             return;
+        };
+        if let Some(completion) = self.perform(action, success, true) {
+            self.event(Event::Done(completion));
+        }
+    }
+
+    /// As [`World::finish`], and a server that the action left ends before the action's end is told.
+    pub fn finish_and_die(&mut self, pick: usize) {
+        let Some(action) = self.pick(pick) else {
+            return;
+        };
+        let branch = branch_of(&action);
+        let Some(completion) = self.perform(action, true, true) else {
+            return;
+        };
+        if let Some(branch) = branch
+            && let Some(disk) = self.branches.get_mut(&branch)
+            && std::mem::take(&mut disk.running)
+        {
+            self.event(Event::ServerExited {
+                branch,
+                detail: "signal 9".into(),
+            });
+        }
+        self.event(Event::Done(completion));
+    }
+
+    fn pick(&mut self, pick: usize) -> Option<Action> {
+        if self.pending.is_empty() {
+            return None;
         }
         let mut index = pick % self.pending.len();
         if needs_order(&self.pending[index])
@@ -239,10 +269,7 @@ impl World {
         {
             index = first;
         }
-        let action = self.pending.remove(index);
-        if let Some(completion) = self.perform(action, success, true) {
-            self.event(Event::Done(completion));
-        }
+        Some(self.pending.remove(index))
     }
 
     /// Does the IO of an action. `told` is false when the agent dies before it hears of it.
@@ -464,6 +491,7 @@ impl World {
                 Entry::Lease(uid, record) => drop(journal.leases.insert(uid, *record)),
                 Entry::LeaseGone(uid) => drop(journal.leases.remove(&uid)),
                 Entry::Epoch(epoch) => journal.epoch = epoch,
+                Entry::Boot(_) => {}
             }
         }
     }
@@ -514,6 +542,7 @@ impl World {
                 })
                 .collect(),
             rebooted,
+            boot_id: self.seed.to_string(),
         };
         if reboot {
             let lost = self.journal.leases.iter().filter(|(_, lease)| {
@@ -672,7 +701,23 @@ impl World {
             );
             if matches!(branch.state, State::Ready) {
                 assert_eq!(self.links.get(&branch.endpoint), Some(&branch.id));
+                let running = self
+                    .branches
+                    .get(&branch.id)
+                    .is_some_and(|disk| disk.running);
+                assert!(running, "server of the ready branch {} is down", branch.id);
             }
+        }
+        for (endpoint, id) in &self.links {
+            let branch = self.node.branches.get(id);
+            let used = branch.is_some_and(|branch| {
+                branch.endpoint == *endpoint
+                    && matches!(branch.state, State::Ready | State::Leased { .. })
+            });
+            assert!(
+                used,
+                "the address {endpoint} of {id} is left over: {branch:?}"
+            );
         }
         let known: BTreeSet<_> = self.node.branches.keys().copied().collect();
         let recorded: BTreeSet<_> = self.journal.branches.keys().copied().collect();

@@ -8,6 +8,7 @@ use std::{
 };
 
 use branchpool_sys::{
+    chain,
     mount::{self, IdMounts},
     namespace,
     sandbox::Rules,
@@ -259,16 +260,4 @@ fn assign(wanted: [bool; 3], fds: &[OwnedFd]) -> Result<[Option<BorrowedFd<'_>>;
 fn is_readable(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     poll(&mut fds, Some(&rustix::event::Timespec::default())).is_ok_and(|ready| ready > 0)
-}
-
-/// An error and its causes in one line.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
 }
