@@ -7,6 +7,7 @@ mod committer;
 mod config;
 mod desired;
 mod files;
+mod leftovers;
 mod metrics;
 mod perform;
 mod publish;
@@ -170,7 +171,12 @@ impl Engine {
 
         let rng = StdRng::from_rng(&mut rand::rng());
         let now = world.clock.now();
-        let (node, effects) = Node::adopt(config.limits, key, rng, records, observed, now);
+        let on_disk = observed.branches.keys().copied().collect();
+        let (node, effects) = Node::adopt(config.limits, key.clone(), rng, records, observed, now);
+        {
+            let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
+            blocking(move || leftovers.remove()).await?;
+        }
         let log = WatchLog::new(publish::node_status(&node, &world, &facts));
         let mut publisher = Publisher::new(log.clone(), Arc::clone(&facts));
         publisher.note_all(&node);

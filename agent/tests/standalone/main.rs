@@ -2,5 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod adoption;
 mod burst;
+mod image;
+mod inspect;
 mod node;

@@ -94,7 +94,7 @@ impl Node {
         self.wait_serving().await;
     }
 
-    fn launch(&mut self) {
+    pub(crate) fn launch(&mut self) {
         let log = fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -340,6 +340,23 @@ impl Node {
         }
     }
 
+    /// Supervisor and agent are gone at once; the servers go on.
+    pub(crate) fn kill_manager(&mut self) {
+        let agent = self.agent_pid();
+        let mut child = self.supervisor.take().expect("the agent runs");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        send(agent, rustix::process::Signal::KILL);
+        wait_gone(agent);
+    }
+
+    /// The agent is gone at once; the supervisor starts it again.
+    pub(crate) fn kill_agent(&self) {
+        let agent = self.agent_pid();
+        send(agent, rustix::process::Signal::KILL);
+        wait_gone(agent);
+    }
+
     /// As when the power fails: everything is gone at once, servers included.
     pub(crate) fn kill_everything(&mut self) {
         let agent = self.agent_pid();
@@ -467,7 +484,7 @@ pub(crate) fn wait_gone(pid: u32) {
     }
 }
 
-fn processes() -> Vec<u32> {
+pub(crate) fn processes() -> Vec<u32> {
     let entries = fs::read_dir("/proc").unwrap();
     entries
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -483,6 +500,6 @@ fn descendants(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-fn command_of(pid: u32) -> String {
+pub(crate) fn command_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
 }
