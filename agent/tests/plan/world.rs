@@ -6,8 +6,8 @@ use branchpool_agent::{
     plan::{
         Action, After, Answer, Cleanup, Command, Completion, Effects, Entry, Event, Failure, Image,
         LeaseState, LeaseTerms, LeaseUid, Limits, LinkChange, Millis, Node, Now, Observed,
-        ObservedBranch, PoolSpec, PoolUid, Preconnect, Records, Refusal, Stage, State, StopMode, Stopped,
-        Token, Tombstones, Warming, WarmingMode,
+        ObservedBranch, PoolSpec, PoolUid, Preconnect, Records, Refusal, Stage, State, StopMode,
+        Stopped, Token, Tombstones, Warming, WarmingMode,
     },
     storage::ids::{BranchId, EndpointId, NodeKey},
 };
@@ -349,7 +349,10 @@ impl World {
                 }
                 Some(Completion::Stopped {
                     branch,
-                    result: Ok(Stopped { bytes: 1, clean: true }),
+                    result: Ok(Stopped {
+                        bytes: 1,
+                        clean: true,
+                    }),
                 })
             }
             Action::Delete { id, .. } => {
