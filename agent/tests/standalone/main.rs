@@ -2,5 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod api;
 mod burst;
+#[path = "../http/message.rs"]
+mod message;
 mod node;
+mod reload;
+
+pub(crate) fn agent_binary() -> &'static str {
+    env!("CARGO_BIN_EXE_branchpool-agent")
+}
