@@ -134,7 +134,7 @@ pub(super) async fn restart(
     // Nothing runs on the data any more, so the pid file says nothing; and a server that finds a
     // pipe in its place, as a superuser of the branch may put there, would wait for ever.
     let pid_file = world.layout.branch(&id).join(pidfile::FILE_NAME);
-    files::absent(fs::remove_file(&pid_file)).map_err(|error| {
+    files::absent(std::fs::remove_file(&pid_file)).map_err(|error| {
         failure(
             "StartFailed",
             format!("the old server's pid file could not be removed: {error}"),

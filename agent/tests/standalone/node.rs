@@ -100,7 +100,7 @@ impl Node {
             .append(true)
             .open(self.log_path())
             .unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_branchpool-agent"))
+        let child = Command::new(crate::agent_binary())
             .arg("standalone")
             .arg("-f")
             .arg(self.manifest_dir())
@@ -194,6 +194,13 @@ impl Node {
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    /// Where the HTTP API is on TCP, by the log of the last start.
+    pub(crate) fn tcp_address(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
+        address.split(')').next().unwrap().to_owned()
     }
 
     pub(crate) fn supervisor_pid(&self) -> u32 {
@@ -292,6 +299,31 @@ impl Node {
         .await
     }
 
+    /// Waits until a lease is as wanted.
+    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let lease = self.client.get_lease(uid).await.unwrap();
+            if wanted(&lease) {
+                return lease;
+            }
+            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits until a pool is not there any more.
+    pub(crate) async fn wait_pool_gone(&self, name: &str) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            match self.client.pool(&pool_name(name)).await {
+                Err(error) if error.is("PoolNotFound") => return,
+                found => assert!(Instant::now() < deadline, "{found:#?}\n{}", self.log()),
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     pub(crate) async fn lease(&self, pool: &str, uid: &str) -> Result<Lease, ClientError> {
         self.client
             .lease(uid, &request(pool))
@@ -322,22 +354,6 @@ impl Node {
             epoch: None,
         };
         self.client.reset(uid, &request).await
-    }
-
-    /// Waits until a lease is as wanted.
-    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            // The agent may be killed meanwhile.
-            let lease = self.client.get_lease(uid).await;
-            if let Ok(lease) = &lease
-                && wanted(lease)
-            {
-                return lease.clone();
-            }
-            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
     }
 
     /// Asks the agent to stop, and waits until it has.
