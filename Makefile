@@ -33,8 +33,9 @@ bench: setup ## Measure hand-out and refill beside a bare loop of the same syste
 	@cargo run --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
 .PHONY: generate
-generate: ## Write the generated files anew: CRD manifests and their reference page
+generate: ## Write the generated files anew: CRD manifests, their reference page, the list of metrics
 	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
+	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --lib metrics >/dev/null
 
 .PHONY: audit
 audit: ## Look for known vulnerabilities in the dependencies (network)

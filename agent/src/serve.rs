@@ -1,6 +1,7 @@
 //! The agent below its supervisor: preflight, engine, API, and an orderly end.
 
 use std::{
+    io::IsTerminal,
     path::{Path, PathBuf},
     process::ExitCode,
     thread::available_parallelism,
@@ -75,18 +76,17 @@ pub(super) fn standalone(options: Standalone) -> ExitCode {
     in_runtime(options.common.log_format, async move {
         // Before anything is made: a manifest that cannot be read is the likeliest mistake.
         manifests::read(&options.manifests)?;
-        let (root, loop_file) = match options.root {
-            Some(root) => (root, None),
-            None => {
-                let (data, size) = (options.data_dir.clone(), options.size);
-                let mounted = tokio::task::spawn_blocking(move || {
-                    LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
-                });
-                let file = mounted
-                    .await
-                    .map_err(|_| Error::Ended { what: "mounting" })??;
-                (file.mount_point().to_owned(), Some(file))
-            }
+        let (root, loop_file) = if let Some(root) = options.root {
+            (root, None)
+        } else {
+            let (data, size) = (options.data_dir.clone(), options.size);
+            let mounted = tokio::task::spawn_blocking(move || {
+                LoopFile::mount(&data.join("btrfs.img"), size, &data.join("root"))
+            });
+            let file = mounted
+                .await
+                .map_err(|_| Error::Ended { what: "mounting" })??;
+            (file.mount_point().to_owned(), Some(file))
         };
         let served = serve(&root, options.common, Some(options.manifests)).await;
         if let Some(file) = loop_file
@@ -133,7 +133,8 @@ fn start_log(format: LogFormat) {
         EnvFilter::try_from_env("BRANCHPOOL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     match format {
         LogFormat::Text => builder.with_target(false).init(),
         LogFormat::Json => builder.json().init(),
@@ -195,29 +196,27 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         default_concurrency: cores + 1,
     })
     .await?;
+    let following = match manifests {
+        // Before the first answer: a pool that is about to be known must not be called unknown.
+        Some(paths) => Some(standalone::start(engine.clone(), &paths).await?),
+        None => None,
+    };
     info!(socket = %socket.display(), tcp = ?server.tcp_address(), "serving");
 
     let (stop_serving, stopped) = tokio::sync::oneshot::channel::<()>();
     let serving = tokio::spawn(server.serve(engine.clone(), async move {
         let _asked_or_dropped = stopped.await;
     }));
-    let mut following = tokio::spawn({
-        let engine = engine.clone();
-        async move {
-            match manifests {
-                Some(paths) => standalone::follow(engine, paths).await,
-                None => std::future::pending().await,
-            }
+    let mut following = tokio::spawn(async move {
+        match following {
+            Some(following) => following.run().await,
+            None => std::future::pending().await,
         }
     });
     let outcome = tokio::select! {
         () = terminate.next() => Ok(()),
         () = engine.supervisor_lost() => Err(Error::SupervisorLost),
-        ended = &mut following => match ended {
-            Ok(Ok(())) => Err(Error::Ended { what: "following the manifests" }),
-            Ok(Err(problem)) => Err(problem.into()),
-            Err(_) => Err(Error::Ended { what: "following the manifests" }),
-        },
+        _ = &mut following => Err(Error::Ended { what: "following the manifests" }),
     };
     following.abort();
     if let Err(Error::SupervisorLost) = outcome {

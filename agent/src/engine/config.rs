@@ -33,3 +33,12 @@ pub struct Config {
     /// Starts at a time in pools that do not say.
     pub default_concurrency: u32,
 }
+
+impl Config {
+    /// Major versions of Postgres that are installed, ascending.
+    pub(super) fn majors(&self) -> Vec<u32> {
+        let mut majors: Vec<u32> = self.installations.iter().map(|found| found.major).collect();
+        majors.sort_unstable();
+        majors
+    }
+}

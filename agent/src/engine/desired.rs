@@ -53,50 +53,47 @@ pub(super) fn convert(
     desired: &DesiredPool,
     node: Abilities<'_>,
 ) -> Result<(PoolSpec, Settings), Problem> {
+    let spec = admit(desired).map_err(Problem::invalid_fields)?;
+    let (settings, refused) = settings(&spec, desired, node);
+    if !refused.is_empty() {
+        return Err(Problem::invalid_fields(refused));
+    }
+    let name = PoolName {
+        namespace: desired.namespace.clone(),
+        name: desired.name.clone(),
+    };
+    let plan = plan_spec(uid, name, desired.generation, &spec, node);
+    Ok((plan, settings))
+}
+
+/// As the API server admits it: schema, defaults, rules.
+fn admit(desired: &DesiredPool) -> Result<BranchPoolSpec, Vec<FieldError>> {
     let object = json!({
         "apiVersion": "branchpool.dev/v1alpha1",
         "kind": "BranchPool",
         "metadata": { "namespace": desired.namespace, "name": desired.name },
         "spec": desired.spec,
     });
-    let pool: branchpool_crds::BranchPool =
-        branchpool_crds::admit_as(&object, None).map_err(|violations| {
-            Problem::invalid_fields(
-                violations
-                    .into_iter()
-                    .map(|violation| FieldError::new(violation.field, violation.message))
-                    .collect(),
-            )
-        })?;
-    let spec = pool.spec;
+    branchpool_crds::admit_as::<branchpool_crds::BranchPool>(&object, None)
+        .map(|pool| pool.spec)
+        .map_err(|violations| {
+            violations
+                .into_iter()
+                .map(|violation| FieldError::new(violation.field, violation.message))
+                .collect()
+        })
+}
+
+/// The settings, and the fields that this node refuses.
+fn settings(
+    spec: &BranchPoolSpec,
+    desired: &DesiredPool,
+    node: Abilities<'_>,
+) -> (Settings, Vec<FieldError>) {
     let mut refused = Vec::new();
     let mut refuse = |field: &str, message: String| refused.push(FieldError::new(field, message));
 
-    let source = match &spec.source {
-        Source::Sql(sql) => {
-            if let Some(reference) = &sql.config_map_ref {
-                refuse(
-                    "spec.source.sql.configMapRef",
-                    format!(
-                        "the node agent does not read ConfigMaps: whoever sends the pool puts the scripts of {} into scripts",
-                        reference.name
-                    ),
-                );
-            }
-            golden::Source::Sql {
-                scripts: sql.scripts.iter().map(script).collect(),
-            }
-        }
-        Source::Subvolume(subvolume) => golden::Source::Subvolume {
-            name: subvolume.name.clone(),
-        },
-        Source::Physical(_) | Source::Logical(_) => {
-            refuse("spec.source", "this version builds images from sql and subvolume sources only: load a dump by sql, or prepare a subvolume from a base backup".to_owned());
-            golden::Source::Sql {
-                scripts: Vec::new(),
-            }
-        }
-    };
+    let source = source(&spec.source, &mut refuse);
     if spec.refresh.schedule != "Never" {
         refuse("spec.refresh.schedule", "this version does not refresh on a schedule: write Never, and change the source for a new generation".to_owned());
     }
@@ -130,10 +127,6 @@ pub(super) fn convert(
         }
         Parameters::default()
     });
-    if !refused.is_empty() {
-        return Err(Problem::invalid_fields(refused));
-    }
-
     let settings = Settings {
         source,
         prepare: spec.prepare.iter().map(script).collect(),
@@ -145,20 +138,41 @@ pub(super) fn convert(
             Tuning::Ephemeral => config::Tuning::Ephemeral,
             Tuning::Durable => config::Tuning::Durable,
         },
-        limits: limits(&spec, &parameters),
+        limits: limits(spec, &parameters),
         parameters,
         outbound: spec.network.outbound == Outbound::Allow,
-        preconnect: preconnect(&spec),
+        preconnect: preconnect(spec),
         spec: desired.spec.clone(),
     };
-    let name = PoolName {
-        namespace: desired.namespace.clone(),
-        name: desired.name.clone(),
-    };
-    Ok((
-        plan_spec(uid, name, desired.generation, &spec, node),
-        settings,
-    ))
+    (settings, refused)
+}
+
+fn source(source: &Source, refuse: &mut impl FnMut(&str, String)) -> golden::Source {
+    match source {
+        Source::Sql(sql) => {
+            if let Some(reference) = &sql.config_map_ref {
+                refuse(
+                    "spec.source.sql.configMapRef",
+                    format!(
+                        "the node agent does not read ConfigMaps: whoever sends the pool puts the scripts of {} into scripts",
+                        reference.name
+                    ),
+                );
+            }
+            golden::Source::Sql {
+                scripts: sql.scripts.iter().map(script).collect(),
+            }
+        }
+        Source::Subvolume(subvolume) => golden::Source::Subvolume {
+            name: subvolume.name.clone(),
+        },
+        Source::Physical(_) | Source::Logical(_) => {
+            refuse("spec.source", "this version builds images from sql and subvolume sources only: load a dump by sql, or prepare a subvolume from a base backup".to_owned());
+            golden::Source::Sql {
+                scripts: Vec::new(),
+            }
+        }
+    }
 }
 
 fn script(script: &branchpool_crds::Script) -> Script {

@@ -232,3 +232,108 @@ impl Metrics {
         text
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, env, fs, path::Path};
+
+    use super::*;
+    use crate::plan::LeaseUid;
+
+    const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md");
+    const INTRODUCTION: &str = "\
+# Metrics
+
+`GET /metrics` answers in the OpenMetrics text format. Generated from `agent/src/engine/metrics.rs` by
+`make generate`; `make test` fails when the two differ.
+
+Every series of a reason or state appears with its first value. A histogram has the series `_bucket`,
+`_sum` and `_count`.
+
+| Metric | Kind | Labels | What |
+|---|---|---|---|
+";
+
+    /// With a value in each family, for empty ones are left out of the text.
+    fn with_values() -> Metrics {
+        let metrics = Metrics::new();
+        metrics.set_branches("default", "app", &[("ready", 1)]);
+        metrics.set_space(&[("free", 1)]);
+        metrics.set_gates(["DiskPressure".to_owned()].into_iter());
+        metrics.warming_failed("StartFailed");
+        metrics.refused(&Refusal::LeaseNotFound {
+            uid: LeaseUid("lease".to_owned()),
+        });
+        metrics
+    }
+
+    /// Names of the labels on the samples of a metric.
+    fn labels(text: &str, name: &str) -> BTreeSet<String> {
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let own = samples.filter_map(|line| line.strip_prefix(name)?.split_once('{'));
+        own.flat_map(|(_, rest)| rest.split(','))
+            .filter_map(|label| Some(label.split_once('=')?.0.to_owned()))
+            .filter(|label| label != "le")
+            .collect()
+    }
+
+    fn page() -> String {
+        let text = with_values().text();
+        let mut page = INTRODUCTION.to_owned();
+        let mut help = "";
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# HELP ") {
+                help = rest.split_once(' ').unwrap().1.trim_end_matches('.');
+            }
+            let Some((name, kind)) = line
+                .strip_prefix("# TYPE ")
+                .and_then(|rest| rest.split_once(' '))
+            else {
+                continue;
+            };
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            let labels: Vec<String> = labels(&text, name)
+                .into_iter()
+                .map(|label| format!("`{label}`"))
+                .collect();
+            page += &format!(
+                "| `{name}{suffix}` | {kind} | {} | {help} |\n",
+                labels.join(", ")
+            );
+        }
+        page
+    }
+
+    #[test]
+    fn the_page_lists_every_metric() {
+        let page = page();
+        let path = Path::new(PAGE);
+        if env::var_os("BRANCHPOOL_GENERATE").is_some() {
+            fs::write(path, &page).unwrap();
+        }
+        let found = fs::read_to_string(path).unwrap();
+        assert_eq!(
+            found, page,
+            "docs/metrics.md is out of date: run `make generate` and commit the result"
+        );
+    }
+
+    #[test]
+    fn every_registration_has_a_row() {
+        let source = include_str!("metrics.rs");
+        let fields = source
+            .split("struct Metrics {")
+            .nth(1)
+            .and_then(|rest| rest.split_once("\n}"))
+            .unwrap()
+            .0
+            .lines()
+            .filter(|line| line.contains(": ") && !line.contains("registry"))
+            .count();
+        let rows = page()
+            .lines()
+            .filter(|line| line.starts_with("| `"))
+            .count();
+        assert_eq!(rows, fields);
+    }
+}

@@ -7,6 +7,7 @@ mod committer;
 mod config;
 mod desired;
 mod files;
+mod leftovers;
 mod metrics;
 mod perform;
 mod publish;
@@ -120,18 +121,10 @@ impl Engine {
         let (isolation, report) = isolation(&config, &cgroups).await?;
         let (events, event_receiver) = mpsc::channel(EVENTS);
         let facts = Arc::new(Facts {
-            name: config.name,
+            name: config.name.clone(),
             instance: format!("{:016x}", rand::random::<u64>()),
             isolation: report.clone(),
-            postgres_majors: {
-                let mut majors: Vec<u32> = config
-                    .installations
-                    .iter()
-                    .map(|found| found.major)
-                    .collect();
-                majors.sort_unstable();
-                majors
-            },
+            postgres_majors: config.majors(),
         });
         let branches = Branches::new(config.layout.clone(), key.clone());
         let world = Arc::new(World::new(Parts {
@@ -177,7 +170,12 @@ impl Engine {
 
         let rng = StdRng::from_rng(&mut rand::rng());
         let now = world.clock.now();
-        let (node, effects) = Node::adopt(config.limits, key, rng, records, observed, now);
+        let on_disk = observed.branches.keys().copied().collect();
+        let (node, effects) = Node::adopt(config.limits, key.clone(), rng, records, observed, now);
+        {
+            let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
+            blocking(move || leftovers.remove()).await?;
+        }
         let log = WatchLog::new(publish::node_status(&node, &world, &facts));
         let mut publisher = Publisher::new(log.clone(), Arc::clone(&facts));
         publisher.note_all(&node);
@@ -191,11 +189,7 @@ impl Engine {
             event_receiver,
             drained_sender,
         );
-        let remember = world.clone();
-        tokio::spawn(async move {
-            actor.run(effects).await;
-            drop(remember);
-        });
+        tokio::spawn(actor.run(effects));
         tokio::spawn(sampler::run(Arc::clone(&world)));
         Ok(Self {
             commands,

@@ -1,6 +1,6 @@
 //! From an [`Action`] to the task that carries it out and tells how it ended.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use super::{
     build,
@@ -9,11 +9,12 @@ use super::{
     world::World,
 };
 use crate::{
-    plan::{Action, Completion, Event, Failure, Kick, Millis, Node},
+    plan::{Action, Completion, Event, Failure, Kick, Millis, Node, PoolUid},
     storage::ids::BranchId,
 };
 
 /// Bounded by the concurrency that the core allows each kind of action.
+#[expect(clippy::too_many_lines, reason = "one arm for each kind of action")]
 pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
     let world = Arc::clone(world);
     match action {
@@ -25,19 +26,15 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
             deadline,
         } => {
             let committed = world.committer.submit(vec![entry], Vec::new(), None);
-            tokio::spawn(async move {
-                let started = std::time::Instant::now();
+            tell_the_end(Arc::clone(&world), async move {
+                let started = Instant::now();
                 let limit = world.clock.until(deadline);
                 let result =
                     steps::snapshot(&world, branch, pool, generation, committed, limit).await;
-                world
-                    .metrics
-                    .snapshot
-                    .observe(started.elapsed().as_secs_f64());
+                let took = started.elapsed().as_secs_f64();
+                world.metrics.snapshot.observe(took);
                 note_failure(&world, &result);
-                world
-                    .tell(Event::Done(Completion::Snapshotted { branch, result }))
-                    .await;
+                Completion::Snapshotted { branch, result }
             });
         }
         Action::Start {
@@ -47,52 +44,36 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
             deadline,
         } => {
             let generation = generation(node, branch);
-            tokio::spawn(async move {
+            tell_the_end(Arc::clone(&world), async move {
                 let limit = world.clock.until(deadline);
                 let result = steps::start(&world, branch, slot, generation, &pool, limit).await;
                 note_failure(&world, &result);
-                world
-                    .tell(Event::Done(Completion::Started { branch, result }))
-                    .await;
+                Completion::Started { branch, result }
             });
         }
         Action::Preconnect {
             branch,
             pool,
             deadline,
-        } => {
-            tokio::spawn(async move {
-                let limit = world.clock.until(deadline);
-                let result = steps::preconnect(&world, branch, &pool, limit).await;
-                note_failure(&world, &result);
-                world
-                    .tell(Event::Done(Completion::Preconnected { branch, result }))
-                    .await;
-            });
-        }
+        } => tell_the_end(Arc::clone(&world), async move {
+            let limit = world.clock.until(deadline);
+            let result = steps::preconnect(&world, branch, &pool, limit).await;
+            note_failure(&world, &result);
+            Completion::Preconnected { branch, result }
+        }),
         Action::Restart { branch, slot, pool } => {
             let generation = generation(node, branch);
             let committed = world.committer.submitted();
-            tokio::spawn(async move {
+            tell_the_end(Arc::clone(&world), async move {
                 let result =
                     steps::restart(&world, branch, slot, generation, &pool, committed).await;
                 if result.is_ok() {
                     world.metrics.restarts.inc();
                 }
-                world
-                    .tell(Event::Done(Completion::Restarted { branch, result }))
-                    .await;
+                Completion::Restarted { branch, result }
             });
         }
-        Action::HandOver { branch } => {
-            let Some(state) = node.branches.get(&branch) else {
-                return;
-            };
-            let (slot, generation, pool) = (state.slot, state.generation, state.pool.clone());
-            tokio::spawn(async move {
-                steps::hand_over(&world, branch, slot, generation, &pool).await;
-            });
-        }
+        Action::HandOver { branch } => hand_over(node, world, branch),
         Action::Stop {
             branch,
             mode,
@@ -102,43 +83,23 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
                 return;
             };
             let committed = world.committer.submitted();
-            tokio::spawn(async move {
+            tell_the_end(Arc::clone(&world), async move {
                 let result = stop::stop(&world, branch, slot, mode, &after, committed).await;
-                world
-                    .tell(Event::Done(Completion::Stopped { branch, result }))
-                    .await;
+                Completion::Stopped { branch, result }
             });
         }
-        Action::Delete { id, kick } => {
-            tokio::spawn(async move {
-                let result = delete(&world, id, kick).await;
-                if result.is_ok() {
-                    world.metrics.deleted.inc();
-                }
-                world
-                    .tell(Event::Done(Completion::Deleted { id, result }))
-                    .await;
-            });
-        }
+        Action::Delete { id, kick } => tell_the_end(Arc::clone(&world), async move {
+            let result = delete(&world, id, kick).await;
+            if result.is_ok() {
+                world.metrics.deleted.inc();
+            }
+            Completion::Deleted { id, result }
+        }),
         Action::DropGolden {
             pool,
             generation,
             id,
-        } => {
-            tokio::spawn(async move {
-                let (branches, uid) = (world.branches.clone(), pool.clone());
-                let result = blocking(move || branches.trash_golden(&uid, generation, &id))
-                    .await
-                    .and_then(|result| result.map_err(|error| error.to_string()));
-                let done = Completion::GoldenDropped {
-                    pool,
-                    generation,
-                    id,
-                    result,
-                };
-                world.tell(Event::Done(done)).await;
-            });
-        }
+        } => drop_golden(world, pool, generation, id),
         Action::Build {
             pool,
             generation,
@@ -146,16 +107,14 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
         } => {
             let committed = world.committer.submit(vec![entry], Vec::new(), None);
             let cancelled = world.begin_build(pool.clone());
-            tokio::spawn(async move {
+            tell_the_end(Arc::clone(&world), async move {
                 world.committer.committed(committed).await;
                 let result = build::build(&world, &pool, generation, cancelled).await;
-                world
-                    .tell(Event::Done(Completion::Built {
-                        pool,
-                        generation,
-                        result,
-                    }))
-                    .await;
+                Completion::Built {
+                    pool,
+                    generation,
+                    result,
+                }
             });
         }
         // The actor's own.
@@ -164,6 +123,39 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
         | Action::CancelBuild { .. }
         | Action::Drained => {}
     }
+}
+
+/// Every action that the core waits for ends here, whatever became of it.
+fn tell_the_end(world: Arc<World>, work: impl Future<Output = Completion> + Send + 'static) {
+    tokio::spawn(async move {
+        let completion = work.await;
+        world.tell(Event::Done(completion)).await;
+    });
+}
+
+fn hand_over(node: &Node, world: Arc<World>, branch: BranchId) {
+    let Some(state) = node.branches.get(&branch) else {
+        return;
+    };
+    let (slot, generation, pool) = (state.slot, state.generation, state.pool.clone());
+    tokio::spawn(async move {
+        steps::hand_over(&world, branch, slot, generation, &pool).await;
+    });
+}
+
+fn drop_golden(world: Arc<World>, pool: PoolUid, generation: u64, id: BranchId) {
+    tell_the_end(Arc::clone(&world), async move {
+        let (branches, uid) = (world.branches.clone(), pool.clone());
+        let result = blocking(move || branches.trash_golden(&uid, generation, &id))
+            .await
+            .and_then(|result| result.map_err(|error| error.to_string()));
+        Completion::GoldenDropped {
+            pool,
+            generation,
+            id,
+            result,
+        }
+    });
 }
 
 fn generation(node: &Node, id: BranchId) -> Millis {

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use branchpool_agent_api::{Condition, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe};
 
-use super::world::World;
+use super::{build, world::World};
 use crate::{
     http::WatchLog,
     plan::{Effects, LeaseUid, Node, Pool, PoolUid, Preconnect, State, StopMode, WarmingMode},
@@ -70,46 +70,43 @@ impl Publisher {
         }
         let now = world.clock.now();
         for uid in std::mem::take(&mut self.leases) {
-            match node.leases.get(&uid) {
-                Some(lease) => {
-                    let host = world.layout.endpoint(&lease.endpoint);
-                    self.log
-                        .lease(lease.view(&uid.0, &host.display().to_string()));
-                }
-                None => drop(self.log.lease_gone(&uid.0)),
+            if let Some(lease) = node.leases.get(&uid) {
+                let host = world.layout.endpoint(&lease.endpoint);
+                self.log
+                    .lease(lease.view(&uid.0, &host.display().to_string()));
+            } else {
+                self.log.lease_gone(&uid.0);
             }
         }
         for uid in std::mem::take(&mut self.pools) {
-            match node.pool_status(&uid, now) {
-                Some(status) => {
-                    let name = &status.name;
-                    let counts = [
-                        status.ready,
-                        status.snapshotting,
-                        status.starting,
-                        status.preconnecting,
-                        status.leased,
-                        status.cleaning,
-                        status.quarantined,
-                        status.tombstones,
-                        status.stale,
-                    ];
-                    let states: Vec<_> = STATES.into_iter().zip(counts).collect();
+            let Some(status) = node.pool_status(&uid, now) else {
+                world.drop_settings(&uid);
+                build::remove_auth(&world.layout, &uid);
+                if let Some(gone) = self.log.known_pool(uid.as_str()) {
                     world
                         .metrics
-                        .set_branches(&name.namespace, &name.name, &states);
-                    self.log.pool(status);
+                        .drop_pool(&gone.name.namespace, &gone.name.name, &STATES);
                 }
-                None => {
-                    world.drop_settings(&uid);
-                    if let Some(gone) = self.log.known_pool(uid.as_str()) {
-                        world
-                            .metrics
-                            .drop_pool(&gone.name.namespace, &gone.name.name, &STATES);
-                    }
-                    self.log.pool_gone(uid.as_str());
-                }
-            }
+                self.log.pool_gone(uid.as_str());
+                continue;
+            };
+            let name = &status.name;
+            let counts = [
+                status.ready,
+                status.snapshotting,
+                status.starting,
+                status.preconnecting,
+                status.leased,
+                status.cleaning,
+                status.quarantined,
+                status.tombstones,
+                status.stale,
+            ];
+            let states: Vec<_> = STATES.into_iter().zip(counts).collect();
+            world
+                .metrics
+                .set_branches(&name.namespace, &name.name, &states);
+            self.log.pool(status);
         }
         self.node = false;
         let bound = node

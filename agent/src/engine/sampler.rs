@@ -116,10 +116,10 @@ fn cut_logs(world: &World) {
             .and_then(|file| file.set_len(0));
         match cut {
             Ok(()) => {
-                tracing::warn!(log = %path.display(), "a server log reached its cap and was emptied")
+                tracing::warn!(log = %path.display(), "a server log reached its cap and was emptied");
             }
             Err(error) => {
-                tracing::warn!(log = %path.display(), %error, "a server log could not be emptied")
+                tracing::warn!(log = %path.display(), %error, "a server log could not be emptied");
             }
         }
     }

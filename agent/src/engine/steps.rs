@@ -18,6 +18,7 @@ use crate::{
     postgres::{
         chain,
         config::{self, Control, Phase, Profile},
+        pidfile,
         sandbox::Isolation,
         server::{self, Launch, Server},
         session::{Session, Startup},
@@ -130,6 +131,15 @@ pub(super) async fn restart(
             "processes of the old server are still there, so a new one is not started on their data: {}",
             chain(&error)
         ))
+    })?;
+    // Nothing runs on the data any more, so the pid file says nothing; and a server that finds a
+    // pipe in its place, as a superuser of the branch may put there, would wait for ever.
+    let pid_file = world.layout.branch(&id).join(pidfile::FILE_NAME);
+    files::absent(std::fs::remove_file(&pid_file)).map_err(|error| {
+        failure(
+            "StartFailed",
+            format!("the old server's pid file could not be removed: {error}"),
+        )
     })?;
     let phase = Phase::HandedOver;
     launch(

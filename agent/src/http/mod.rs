@@ -17,10 +17,6 @@
 //! GET    /v1/watch[?instance=ID&since=REVISION]  WatchEvent, one a line
 //! ```
 
-// A `Problem` (144 bytes) is made once for a refused request and moved a few times; boxing it would
-// cost an allocation to save those moves.
-#![allow(clippy::result_large_err)]
-
 mod answer;
 mod guard;
 mod input;

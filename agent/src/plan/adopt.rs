@@ -6,10 +6,14 @@ use branchpool_agent_api::{LeasePhase, Quarantined};
 use rand::rngs::StdRng;
 
 use super::{
-    After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState, Limits,
-    Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode, node::Effects,
+    Action, After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState,
+    Limits, Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode,
+    branch::Meanwhile, node::Effects,
 };
-use crate::storage::ids::{BranchId, NodeKey};
+use crate::storage::{
+    ids::{BranchId, NodeKey},
+    layout::shard,
+};
 
 /// A subvolume found among the branches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +124,7 @@ impl Node {
         };
         if !self.pools.contains_key(&record.pool) {
             self.strays.push(Quarantined {
-                path: id.to_string(),
+                path: path_of(&id),
                 reason: "PoolUnknown".to_owned(),
                 message: format!(
                     "branch {id} belongs to pool {}, which the journal does not know",
@@ -165,6 +169,8 @@ impl Node {
                             },
                         ));
                     }
+                    // The hand-over may have been cut short, and a second one changes nothing.
+                    effects.act(Action::HandOver { branch: id });
                     State::Leased {
                         lease: lease.clone(),
                         server: Server::Running,
@@ -204,7 +210,7 @@ impl Node {
                 created: now.mono,
                 state,
                 retire: None,
-                died: None,
+                meanwhile: Meanwhile::default(),
             },
         );
     }
@@ -245,12 +251,12 @@ impl Node {
     fn adopt_unrecorded(&mut self, observed: &Observed) {
         for id in observed.branches.keys() {
             let known = self.branches.contains_key(id)
-                || self.strays.iter().any(|stray| stray.path == id.to_string());
+                || self.strays.iter().any(|stray| stray.path == path_of(id));
             if known {
                 continue;
             }
             self.strays.push(Quarantined {
-                path: id.to_string(),
+                path: path_of(id),
                 reason: "Unrecorded".to_owned(),
                 message: format!(
                     "branch {id} is on disk, but not in the journal; delete its subvolume by hand if nothing needs it"
@@ -307,4 +313,9 @@ impl Node {
             self.retire(id, After::Trash, StopMode::Immediate, now, effects);
         }
     }
+}
+
+/// Relative to the root of the branch filesystem.
+fn path_of(id: &BranchId) -> String {
+    format!("branches/{}/{id}", shard(id))
 }

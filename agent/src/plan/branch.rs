@@ -77,6 +77,13 @@ impl State {
     }
 }
 
+/// Ends that came between the success of a step and the news of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Meanwhile {
+    pub(super) server_exited: Option<String>,
+    pub(super) session_closed: bool,
+}
+
 /// One branch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Branch {
@@ -95,8 +102,8 @@ pub struct Branch {
     pub state: State,
     /// What it is to become when the step under way ends.
     pub(super) retire: Option<(After, StopMode)>,
-    /// How its server ended while the step under way had not ended here.
-    pub(super) died: Option<String>,
+    /// What ended while a step was under way, whose own end may say that all went well.
+    pub(super) meanwhile: Meanwhile,
 }
 
 impl Branch {
@@ -119,17 +126,6 @@ impl Branch {
             State::Leased { server, .. } => matches!(server, Server::Restarting { .. }),
             State::Stopping { working, .. } => *working,
             _ => false,
-        }
-    }
-
-    /// How the step that ended went, unless the server that it left ended before this was known.
-    pub(super) fn unless_it_died(&mut self, result: Result<(), Failure>) -> Result<(), Failure> {
-        match self.died.take() {
-            None => result,
-            Some(detail) => result.and(Err(Failure {
-                reason: "ServerDied".to_owned(),
-                message: format!("its server ended as soon as it was ready: {detail}"),
-            })),
         }
     }
 

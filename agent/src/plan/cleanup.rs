@@ -96,7 +96,10 @@ impl Node {
             return;
         }
         if branch.is_busy() {
-            branch.retire = Some((after, mode));
+            // What is to be thrown away is not kept for anybody after all.
+            if !matches!(branch.retire, Some((After::Trash, _))) {
+                branch.retire = Some((after, mode));
+            }
         } else {
             self.begin_stop(id, after, mode, delay, now, effects);
         }
@@ -275,7 +278,7 @@ impl Node {
             .iter()
             .find(|(_, lease)| lease.is_bound() && lease.branch == id);
         let Some((lease, _)) = holder else {
-            // Its lease ended meanwhile.
+            // The lease ended while its server was being stopped.
             self.begin_stop(id, After::Trash, StopMode::Immediate, 0, now, effects);
             return;
         };

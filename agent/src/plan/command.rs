@@ -109,6 +109,12 @@ pub enum Refusal {
         given: u64,
         current: u64,
     },
+    /// A newer desired state of the pool is in force.
+    StaleGeneration {
+        pool: PoolName,
+        given: u64,
+        current: u64,
+    },
     /// Another pool of this name is there.
     NameTaken {
         pool: PoolName,
@@ -227,7 +233,7 @@ impl Node {
             }
             // Journalled once more: the first time may be the one that failed.
             let lease = lease.clone();
-            self.answer_with(token, uid, lease, false, now, effects);
+            Self::answer_with(token, uid, lease, false, now, effects);
             return Ok(());
         }
         if self.draining {
@@ -277,7 +283,7 @@ impl Node {
         self.hand_over(id, &uid, effects);
         self.lease_times.insert((deadline, uid.clone()));
         self.leases.insert(uid.clone(), lease.clone());
-        self.answer_with(token, uid, lease, true, now, effects);
+        Self::answer_with(token, uid, lease, true, now, effects);
         Ok(())
     }
 
@@ -295,7 +301,6 @@ impl Node {
 
     /// Journals a lease as it is now and answers with it.
     fn answer_with(
-        &mut self,
         token: Token,
         uid: LeaseUid,
         lease: LeaseState,
@@ -371,7 +376,7 @@ impl Node {
         lease.deadline = deadline;
         lease.expires_at = now.wall.saturating_add(deadline - now.mono);
         let lease = lease.clone();
-        self.answer_with(token, uid, lease, false, now, effects);
+        Self::answer_with(token, uid, lease, false, now, effects);
         Ok(())
     }
 
@@ -385,7 +390,7 @@ impl Node {
     ) -> Result<(), Refusal> {
         let lease = self.bound(&uid)?.clone();
         if lease.reset_token.as_ref() == Some(&reset_token) {
-            self.answer_with(token, uid, lease, false, now, effects);
+            Self::answer_with(token, uid, lease, false, now, effects);
             return Ok(());
         }
         if self.draining {
@@ -446,7 +451,7 @@ impl Node {
         let Some(lease) = self.leases.get(&uid).cloned() else {
             return Err(Refusal::LeaseNotFound { uid });
         };
-        self.answer_with(token, uid, lease, false, now, effects);
+        Self::answer_with(token, uid, lease, false, now, effects);
         Ok(())
     }
 

@@ -120,10 +120,19 @@ impl Node {
         if !branch.is_busy() || !branch.is_warming() {
             return;
         }
-        let result = branch.unless_it_died(result);
         let retire = branch.retire.take();
         let endpoint = branch.endpoint;
         let in_snapshot = branch.state == State::Snapshotting;
+        let meanwhile = std::mem::take(&mut branch.meanwhile);
+        let result = match meanwhile.server_exited {
+            Some(detail) => result.and(Err(died_waiting(&detail))),
+            None => result,
+        };
+        let next = if meanwhile.session_closed && next == State::Ready {
+            State::Started
+        } else {
+            next
+        };
         match (result, retire) {
             (_, Some((after, mode))) => self.begin_stop(id, after, mode, 0, now, effects),
             (Ok(()), None) => {
@@ -206,11 +215,17 @@ impl Node {
         };
         match branch.state.clone() {
             State::Started | State::Ready => {
-                let failure = Failure {
-                    reason: "ServerDied".to_owned(),
-                    message: format!("its server ended while it waited to be handed out: {detail}"),
-                };
-                self.warming_failed(id, failure, false, now, effects);
+                self.warming_failed(id, died_waiting(detail), false, now, effects);
+            }
+            State::Starting
+            | State::Preconnecting
+            | State::Leased {
+                server: Server::Restarting { .. },
+                ..
+            } => {
+                if let Some(branch) = self.branches.get_mut(&id) {
+                    branch.meanwhile.server_exited = Some(detail.to_owned());
+                }
             }
             State::Leased {
                 lease,
@@ -230,32 +245,22 @@ impl Node {
                 };
                 self.set_state(id, State::Leased { lease, server }, effects);
             }
-            // The end of the step may be on its way here already, and tell of a good one.
-            State::Starting
-            | State::Preconnecting
-            | State::Leased {
-                server: Server::Restarting { .. },
-                ..
-            } => {
-                if let Some(branch) = self.branches.get_mut(&id) {
-                    branch.died = Some(detail.to_owned());
-                }
-            }
+            // Being stopped, or without a server.
             _ => {}
         }
     }
 
     pub(super) fn session_closed(&mut self, id: BranchId, effects: &mut Effects) {
-        if self
-            .branches
-            .get(&id)
-            .is_some_and(|branch| branch.state == State::Ready)
-        {
-            let Some(branch) = self.branches.get(&id) else {
-                return;
-            };
-            effects.unlink(branch.endpoint);
-            self.set_state(id, State::Started, effects);
+        let Some(branch) = self.branches.get_mut(&id) else {
+            return;
+        };
+        match branch.state {
+            State::Ready => {
+                effects.unlink(branch.endpoint);
+                self.set_state(id, State::Started, effects);
+            }
+            State::Preconnecting => branch.meanwhile.session_closed = true,
+            _ => {}
         }
     }
 
@@ -345,11 +350,18 @@ impl Node {
         else {
             return;
         };
-        let result = branch.unless_it_died(result);
+        let meanwhile = std::mem::take(&mut branch.meanwhile);
         if let Some((after, mode)) = branch.retire.take() {
             self.begin_stop(id, after, mode, 0, now, effects);
             return;
         }
+        let result = match meanwhile.server_exited {
+            Some(detail) => result.and(Err(Failure {
+                reason: "ServerDied".to_owned(),
+                message: format!("the server ended again as soon as it had started: {detail}"),
+            })),
+            None => result,
+        };
         let endpoint = branch.endpoint;
         effects.lease_changed(&lease);
         let Some(state) = self.leases.get_mut(&lease) else {
@@ -375,5 +387,12 @@ impl Node {
             }
         };
         self.set_state(id, State::Leased { lease, server }, effects);
+    }
+}
+
+fn died_waiting(detail: &str) -> Failure {
+    Failure {
+        reason: "ServerDied".to_owned(),
+        message: format!("its server ended while it waited to be handed out: {detail}"),
     }
 }

@@ -1,5 +1,7 @@
 //! A lease as the agent knows it.
 
+use std::fmt::Write as _;
+
 use branchpool_agent_api::{Lease, LeasePhase, PoolName};
 
 use super::{LeaseRecord, Millis, Now, PoolUid};
@@ -125,7 +127,10 @@ fn escape(text: &str) -> String {
             b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
                 escaped.push(char::from(byte));
             }
-            _ => escaped.push_str(&format!("%{byte:02X}")),
+            _ => {
+                // Writing into a string does not fail.
+                let _ = write!(escaped, "%{byte:02X}");
+            }
         }
     }
     escaped

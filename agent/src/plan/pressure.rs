@@ -157,7 +157,8 @@ mod tests {
 
     #[test]
     fn each_shortage_has_its_reason() {
-        let cases: [(&str, fn(&mut Sample)); 5] = [
+        type Spoil = fn(&mut Sample);
+        let cases: [(&str, Spoil); 5] = [
             ("DiskPressure", |s| s.space.free = 4 * GIB),
             ("MetadataPressure", |s| {
                 s.space.unallocated = 0;

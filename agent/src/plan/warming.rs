@@ -5,7 +5,7 @@
 
 use super::{
     Action, After, Branch, BranchRecord, Entry, Node, Now, PoolUid, Stage, State, StopMode,
-    node::Effects, pool::Phase,
+    branch::Meanwhile, node::Effects, pool::Phase,
 };
 use crate::storage::ids::{BranchId, EndpointId};
 
@@ -241,7 +241,7 @@ impl Node {
                     created: now.mono,
                     state: State::Snapshotting,
                     retire: None,
-                    died: None,
+                    meanwhile: Meanwhile::default(),
                 },
             );
             if let Some(pool) = self.pools.get_mut(uid) {

@@ -1,12 +1,12 @@
 //! Random interleavings of everything that happens to a node, checked after each step.
 
-use branchpool_agent::plan::{Command, Event, LeaseUid, Limits, State, WarmingMode};
+use branchpool_agent::plan::{Command, Completion, Event, LeaseUid, Limits, State, WarmingMode};
 use branchpool_agent_api::Gate;
 use proptest::prelude::*;
 
 use crate::world::{World, pool_name, spec};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Step {
     Lease(u8),
     Renew(u8),
@@ -16,10 +16,11 @@ enum Step {
     Finish(usize, bool),
     /// Ends many actions well, so that runs get somewhere.
     FinishMany(u8),
+    /// Ends an action well, and tells later.
+    FinishUnheard(usize),
+    Hear,
     Wait(u32),
     ServerDies(usize),
-    /// Ends an action well, and its server before that is told.
-    FinishAndDie(usize),
     SessionDies(usize),
     TombstoneGone(usize),
     Stray(u8),
@@ -41,9 +42,10 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..12_u8).prop_map(Step::Forget),
         16 => (any::<usize>(), prop::bool::weighted(0.85)).prop_map(|(i, ok)| Step::Finish(i, ok)),
         8 => (1..40_u8).prop_map(Step::FinishMany),
+        4 => any::<usize>().prop_map(Step::FinishUnheard),
+        3 => Just(Step::Hear),
         4 => prop_oneof![1..100_u32, 1_000..100_000_u32].prop_map(Step::Wait),
         2 => any::<usize>().prop_map(Step::ServerDies),
-        2 => any::<usize>().prop_map(Step::FinishAndDie),
         1 => any::<usize>().prop_map(Step::SessionDies),
         1 => any::<usize>().prop_map(Step::TombstoneGone),
         1 => any::<u8>().prop_map(Step::Stray),
@@ -108,8 +110,9 @@ fn play(world: &mut World, step: Step) {
             },
         ),
         Step::Finish(index, success) => world.finish(index, success),
-        Step::FinishAndDie(index) => world.finish_and_die(index),
         Step::FinishMany(count) => (0..count).for_each(|_| world.finish(0, true)),
+        Step::FinishUnheard(index) => world.finish_unheard(index),
+        Step::Hear => drop(world.hear()),
         Step::Wait(by) => world.tick(by.into()),
         Step::ServerDies(pick) => {
             let running: Vec<_> = world
@@ -129,13 +132,20 @@ fn play(world: &mut World, step: Step) {
             }
         }
         Step::SessionDies(pick) => {
-            let ready: Vec<_> = world
-                .node
-                .branches
-                .values()
+            let ready = world.node.branches.values();
+            let mut ready: Vec<_> = ready
                 .filter(|branch| branch.state == State::Ready)
                 .map(|branch| branch.id)
                 .collect();
+            ready.extend(
+                world
+                    .unheard
+                    .iter()
+                    .filter_map(|completion| match completion {
+                        Completion::Preconnected { branch, .. } => Some(*branch),
+                        _ => None,
+                    }),
+            );
             if let Some(branch) = ready.get(pick % ready.len().max(1)) {
                 world.event(Event::SessionClosed { branch: *branch });
             }
@@ -194,6 +204,7 @@ fn run(steps: Vec<Step>, mode: WarmingMode) {
     }
     let before = world.foreign.clone();
     if world.node.is_draining() {
+        world.drain_out();
         world.crash(0, false);
     }
     world.settle();

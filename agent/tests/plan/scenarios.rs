@@ -1,7 +1,7 @@
 //! Single decisions, one scenario a test.
 
 use branchpool_agent::plan::{
-    Command, Event, LeaseUid, Limits, PoolSpec, Refusal, State, WarmingMode,
+    Action, Command, Event, LeaseUid, Limits, PoolSpec, Refusal, State, WarmingMode,
 };
 use branchpool_agent_api::{LeasePhase, PoolName};
 
@@ -148,6 +148,37 @@ fn an_older_epoch_is_refused() {
 }
 
 #[test]
+fn an_older_desired_state_is_refused() {
+    let mut world = filled(spec(1, 2, WarmingMode::Phased));
+    let apply = |replicas, generation| Command::Apply {
+        spec: Box::new(PoolSpec {
+            observed_generation: generation,
+            ..spec(replicas, 2, WarmingMode::Phased)
+        }),
+        body: serde_json::Value::Null,
+        epoch: None,
+    };
+    world.command(None, apply(2, 3));
+    world.settle();
+    world.crash(0, false);
+    world.command(None, apply(1, 2));
+    assert!(matches!(
+        world.refused.last(),
+        Some(Refusal::StaleGeneration {
+            given: 2,
+            current: 3,
+            ..
+        })
+    ));
+    world.settle();
+    let pool = &world.node.pools[&pool_uid()];
+    assert_eq!(pool.spec.target, 2);
+    world.command(None, apply(1, 3));
+    world.settle();
+    assert_eq!(world.node.pools[&pool_uid()].spec.target, 1);
+}
+
+#[test]
 fn a_lease_expires_by_itself_and_a_renewed_one_later() {
     let mut world = filled(spec(2, 4, WarmingMode::Phased));
     let (short, long) = (lease(&mut world, "short"), lease(&mut world, "long"));
@@ -208,7 +239,7 @@ fn a_branch_that_keeps_failing_is_retried_later_and_never_stops_the_pool() {
         let start = world
             .pending
             .iter()
-            .position(|action| matches!(action, branchpool_agent::plan::Action::Start { .. }));
+            .position(|action| matches!(action, Action::Start { .. }));
         match start {
             Some(index) => world.finish(index, false),
             None if world.pending.is_empty() => match world.node.deadline(world.now) {
@@ -308,4 +339,70 @@ fn tombstones_beyond_their_bounds_go_before_their_delay() {
         8,
         "maxCount of them wait for their delay"
     );
+}
+
+#[test]
+fn a_lease_that_ends_while_it_is_parked_does_not_hold_up_the_drain() {
+    let mut world = filled(spec(2, 4, WarmingMode::Phased));
+    let uid = lease(&mut world, "a");
+    world.event(Event::Drain);
+    world.command(
+        Some(uid.clone()),
+        Command::Release {
+            uid: uid.clone(),
+            epoch: None,
+        },
+    );
+    world.drain_out();
+    assert!(world.branches.is_empty(), "the branch of nobody was kept");
+}
+
+#[test]
+fn a_server_that_dies_between_its_session_and_the_news_of_it_is_never_ready() {
+    let mut world = World::new(spec(1, 4, WarmingMode::Phased), Limits::default());
+    let session = |action: &Action| matches!(action, Action::Preconnect { .. });
+    while !world.pending.iter().any(session) {
+        world.finish(0, true);
+    }
+    let at = world.pending.iter().position(session).unwrap();
+    world.finish_unheard(at);
+    let id = *world.branches.keys().next().unwrap();
+    world.branches.get_mut(&id).unwrap().running = false;
+    let detail = "signal 9".into();
+    world.event(Event::ServerExited { branch: id, detail });
+    world.hear();
+    assert!(!matches!(world.node.branches[&id].state, State::Ready));
+    world.settle();
+}
+
+#[test]
+fn a_leased_server_that_dies_between_its_restart_and_the_news_of_it_is_restarted_again() {
+    let mut world = filled(spec(1, 4, WarmingMode::Phased));
+    let uid = lease(&mut world, "a");
+    let id = world.node.leases[&uid].branch;
+    let die = |world: &mut World| {
+        world.branches.get_mut(&id).unwrap().running = false;
+        let detail = "signal 9".into();
+        world.event(Event::ServerExited { branch: id, detail });
+    };
+    world.settle();
+    die(&mut world);
+    while !matches!(world.pending.first(), Some(Action::Restart { .. })) {
+        world.finish(0, true);
+    }
+    world.finish_unheard(0);
+    die(&mut world);
+    world.hear();
+    world.settle();
+    assert!(world.branches[&id].running);
+}
+
+#[test]
+fn a_hand_over_cut_short_is_done_again() {
+    let mut world = filled(spec(1, 4, WarmingMode::Phased));
+    let uid = lease(&mut world, "a");
+    let id = world.node.leases[&uid].branch;
+    world.log.clear();
+    world.crash(0, false);
+    assert!(world.log.contains(&format!("hand over {id}")));
 }

@@ -81,6 +81,8 @@ pub struct World {
     pub now: Now,
     pub limits: Limits,
     pub pending: Vec<Action>,
+    /// Carried out, and the node does not know yet.
+    pub unheard: Vec<Completion>,
     pub journal: Records,
     pub branches: BTreeMap<BranchId, OnDisk>,
     pub trash: BTreeSet<BranchId>,
@@ -113,6 +115,7 @@ impl World {
             },
             limits,
             pending: Vec::new(),
+            unheard: Vec::new(),
             journal: Records::default(),
             branches: BTreeMap::new(),
             trash: BTreeSet::new(),
@@ -207,6 +210,11 @@ impl World {
                 .iter()
                 .find(|other| branch_of(other) == Some(id));
             assert!(other.is_none(), "{action:?} while {other:?} is under way");
+            let ended = self
+                .unheard
+                .iter()
+                .find(|completion| step_of(completion) == Some(id));
+            assert!(ended.is_none(), "{action:?} before the news of {ended:?}");
         }
     }
 
@@ -229,36 +237,29 @@ impl World {
     /// Ends the `pick`-th action under way. Journal writes end in their order, and a stop or
     /// deletion waits for the journal writes before it.
     pub fn finish(&mut self, pick: usize, success: bool) {
-        let Some(action) = self.pick(pick) else {
-            return;
-        };
-        if let Some(completion) = self.perform(action, success, true) {
+        if let Some(completion) = self.carry_out(pick, success) {
             self.event(Event::Done(completion));
         }
     }
 
-    /// As [`World::finish`], and a server that the action left ends before the action's end is told.
-    pub fn finish_and_die(&mut self, pick: usize) {
-        let Some(action) = self.pick(pick) else {
-            return;
-        };
-        let branch = branch_of(&action);
-        let Some(completion) = self.perform(action, true, true) else {
-            return;
-        };
-        if let Some(branch) = branch
-            && let Some(disk) = self.branches.get_mut(&branch)
-            && std::mem::take(&mut disk.running)
-        {
-            self.event(Event::ServerExited {
-                branch,
-                detail: "signal 9".into(),
-            });
-        }
-        self.event(Event::Done(completion));
+    /// As [`World::finish`] with success, but what comes before [`World::hear`] finds the node not
+    /// knowing of it.
+    pub fn finish_unheard(&mut self, pick: usize) {
+        let completion = self.carry_out(pick, true);
+        self.unheard.extend(completion);
     }
 
-    fn pick(&mut self, pick: usize) -> Option<Action> {
+    /// The news of a step that ended earlier.
+    pub fn hear(&mut self) -> bool {
+        if self.unheard.is_empty() {
+            return false;
+        }
+        let completion = self.unheard.remove(0);
+        self.event(Event::Done(completion));
+        true
+    }
+
+    fn carry_out(&mut self, pick: usize, success: bool) -> Option<Completion> {
         if self.pending.is_empty() {
             return None;
         }
@@ -269,7 +270,8 @@ impl World {
         {
             index = first;
         }
-        Some(self.pending.remove(index))
+        let action = self.pending.remove(index);
+        self.perform(action, success, true)
     }
 
     /// Does the IO of an action. `told` is false when the agent dies before it hears of it.
@@ -410,9 +412,11 @@ impl World {
                 for link in links {
                     match link {
                         LinkChange::Point { endpoint, branch } => {
-                            drop(self.links.insert(endpoint, branch));
+                            self.links.insert(endpoint, branch);
                         }
-                        LinkChange::Remove { endpoint } => drop(self.links.remove(&endpoint)),
+                        LinkChange::Remove { endpoint } => {
+                            self.links.remove(&endpoint);
+                        }
                     }
                 }
                 if told && let Some((token, answer)) = reply {
@@ -446,8 +450,8 @@ impl World {
         };
         assert_eq!(asked, uid, "the answer went to another caller");
         let now = self.node.leases.get(&uid);
-        if now.is_some_and(|now| now.endpoint != lease.endpoint) {
-            // Late, of a lease that has ended and was forgotten; its uid is another lease's now.
+        if now.is_some_and(|now| now.endpoint != lease.endpoint) && self.ended.contains(&uid) {
+            // A late answer about a lease that has ended; its uid is another's by now.
             return;
         }
         if now.is_none_or(|now| now.branch == lease.branch) {
@@ -508,6 +512,7 @@ impl World {
             }
         }
         self.waiting.clear();
+        self.unheard.clear();
         if reboot {
             for disk in self.branches.values_mut() {
                 *disk = OnDisk::default();
@@ -649,7 +654,8 @@ impl World {
             reclaim: false,
         });
         for _ in 0..20_000 {
-            if self.pending.is_empty() {
+            if self.hear() {
+            } else if self.pending.is_empty() {
                 let Some(deadline) = self.node.deadline(self.now) else {
                     break;
                 };
@@ -676,6 +682,24 @@ impl World {
         self.check_settled();
     }
 
+    /// Lets everything end well until the node is drained.
+    pub fn drain_out(&mut self) {
+        for _ in 0..20_000 {
+            if self.drained {
+                return;
+            }
+            if self.hear() {
+            } else if self.pending.is_empty() {
+                let deadline = self.node.deadline(self.now);
+                let deadline = deadline.expect("a drain that goes on waits for something");
+                self.tick(deadline - self.now.mono);
+            } else {
+                self.finish(0, true);
+            }
+        }
+        panic!("never drained: {:?}", self.node.branches);
+    }
+
     fn check_settled(&self) {
         for pool in self.node.pools.values() {
             let counts = pool.counts();
@@ -699,11 +723,11 @@ impl World {
             );
             if matches!(branch.state, State::Ready) {
                 assert_eq!(self.links.get(&branch.endpoint), Some(&branch.id));
-                let running = self
-                    .branches
-                    .get(&branch.id)
-                    .is_some_and(|disk| disk.running);
-                assert!(running, "server of the ready branch {} is down", branch.id);
+                assert!(
+                    self.branches[&branch.id].running,
+                    "ready {} is dead",
+                    branch.id
+                );
             }
         }
         for (endpoint, id) in &self.links {
@@ -755,6 +779,18 @@ fn branch_of(action: &Action) -> Option<BranchId> {
         | Action::Restart { branch, .. }
         | Action::Stop { branch, .. } => Some(*branch),
         Action::Delete { id, .. } => Some(*id),
+        _ => None,
+    }
+}
+
+pub fn step_of(completion: &Completion) -> Option<BranchId> {
+    match completion {
+        Completion::Snapshotted { branch, .. }
+        | Completion::Started { branch, .. }
+        | Completion::Preconnected { branch, .. }
+        | Completion::Restarted { branch, .. }
+        | Completion::Stopped { branch, .. } => Some(*branch),
+        Completion::Deleted { id, .. } => Some(*id),
         _ => None,
     }
 }

@@ -1,0 +1,178 @@
+//! What a node has on disk, in its run directory and among the machine's processes.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use data_encoding::HEXLOWER;
+use sha2::{Digest, Sha256};
+
+use crate::node::Node;
+
+/// Everything that belongs to branches, by place.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Inventory {
+    pub(crate) branches: BTreeSet<String>,
+    pub(crate) trash: BTreeSet<String>,
+    pub(crate) run_dirs: BTreeSet<String>,
+    pub(crate) addresses: BTreeSet<String>,
+    pub(crate) logs: BTreeSet<String>,
+    pub(crate) building: BTreeSet<String>,
+    pub(crate) golden: BTreeSet<String>,
+    pub(crate) servers: usize,
+    /// Mounts of data directories.
+    pub(crate) mounts: usize,
+}
+
+impl Inventory {
+    pub(crate) fn of(node: &Node) -> Self {
+        let root = node.root();
+        let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", node.supervisor_pid()));
+        let place = node.image().parent().unwrap().join("root/mnt/");
+        let place = place.to_string_lossy().into_owned();
+        Self {
+            branches: shards(&root.join("branches")),
+            trash: shards(&root.join("trash")),
+            run_dirs: names(&node.run_dir().join("b")),
+            addresses: names(&node.run_dir().join("e")),
+            logs: names(&root.join("logs")),
+            building: names(&root.join("building")),
+            golden: names(&root.join("golden"))
+                .iter()
+                .flat_map(|pool| {
+                    let images = names(&root.join("golden").join(pool));
+                    images
+                        .into_iter()
+                        .map(move |image| format!("{pool}/{image}"))
+                })
+                .collect(),
+            servers: node.postmasters().len(),
+            mounts: mounts
+                .unwrap()
+                .lines()
+                .filter(|line| line.contains(&place))
+                .count(),
+        }
+    }
+
+    /// One of everything for each branch, and nothing else.
+    pub(crate) fn assert_tidy(&self, branches: usize) {
+        assert_eq!(self.branches.len(), branches, "branches: {self:#?}");
+        assert_eq!(self.servers, branches, "servers: {self:#?}");
+        assert_eq!(self.run_dirs, self.branches, "run directories");
+        let logs: BTreeSet<String> = self.branches.iter().map(|id| format!("{id}.log")).collect();
+        assert_eq!(self.logs, logs, "logs");
+        assert_eq!(self.addresses.len(), branches, "addresses: {self:#?}");
+        // None for servers that an earlier supervisor started, or without a user for each branch.
+        assert!(self.mounts <= branches, "mounts: {self:#?}");
+        assert!(self.trash.is_empty(), "tombstones: {:?}", self.trash);
+        assert!(self.building.is_empty(), "builds: {:?}", self.building);
+        assert_eq!(self.golden.len(), 1, "images: {:?}", self.golden);
+    }
+}
+
+fn shards(parent: &Path) -> BTreeSet<String> {
+    let shards = names(parent);
+    shards
+        .iter()
+        .flat_map(|shard| names(&parent.join(shard)))
+        .collect()
+}
+
+pub(crate) fn names(directory: &Path) -> BTreeSet<String> {
+    fs::read_dir(directory)
+        .unwrap_or_else(|error| panic!("{}: {error}", directory.display()))
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .collect()
+}
+
+/// The only golden image of a node with one pool.
+pub(crate) fn golden_image(node: &Node) -> PathBuf {
+    let golden = node.root().join("golden");
+    let images: Vec<PathBuf> = names(&golden)
+        .iter()
+        .flat_map(|pool| {
+            let pool = golden.join(pool);
+            let images = names(&pool);
+            images.into_iter().map(move |image| pool.join(image))
+        })
+        .collect();
+    assert_eq!(images.len(), 1, "{images:?}");
+    images[0].clone()
+}
+
+/// Names, kinds, owners, modes, sizes, times of change and contents of everything below a directory.
+pub(crate) fn digest(directory: &Path) -> String {
+    let mut hash = Sha256::new();
+    add(&mut hash, directory, Path::new(""));
+    HEXLOWER.encode(&hash.finalize())
+}
+
+fn add(hash: &mut Sha256, base: &Path, relative: &Path) {
+    let path = base.join(relative);
+    let metadata = fs::symlink_metadata(&path).unwrap();
+    let (uid, gid) = (metadata.uid(), metadata.gid());
+    let mode = metadata.permissions().mode();
+    let (mtime, nanoseconds) = (metadata.mtime(), metadata.mtime_nsec());
+    hash.update(format!("{relative:?} {mode:o} {uid} {gid} {mtime}.{nanoseconds}\n").as_bytes());
+    let kind = metadata.file_type();
+    if kind.is_dir() {
+        for name in names(&path) {
+            add(hash, base, &relative.join(name));
+        }
+    } else if kind.is_symlink() {
+        hash.update(fs::read_link(&path).unwrap().as_os_str().as_encoded_bytes());
+    } else if kind.is_file() {
+        let content = fs::read(&path).unwrap();
+        hash.update(content.len().to_le_bytes());
+        hash.update(content);
+    } else {
+        assert!(
+            kind.is_socket() || kind.is_fifo(),
+            "{} is a device",
+            path.display()
+        );
+    }
+}
+
+/// When a process was started, in clock ticks since the machine's start.
+pub(crate) fn start_time(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let after_name = stat.rsplit_once(')').unwrap().1;
+    // The 22nd field; the state after the name is the 3rd.
+    after_name
+        .split_whitespace()
+        .nth(19)
+        .unwrap()
+        .parse()
+        .unwrap()
+}
+
+/// The directories of the node's cgroups, in all hierarchies.
+pub(crate) fn cgroups(node: &Node) -> Vec<PathBuf> {
+    let root = node.image().parent().unwrap().join("root");
+    let digest = HEXLOWER.encode(&Sha256::digest(root.as_os_str().as_encoded_bytes()));
+    let name = format!("branchpool-{}", &digest[..12]);
+    let mut found = Vec::new();
+    search(Path::new("/sys/fs/cgroup"), &name, &mut found);
+    found
+}
+
+fn search(directory: &Path, name: &str, found: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            continue;
+        }
+        if entry.file_name() == name {
+            found.push(entry.path());
+        } else {
+            search(&entry.path(), name, found);
+        }
+    }
+}
