@@ -9,6 +9,7 @@ use crate::{
     storage::{
         Layout,
         ids::{BranchId, EndpointId, NodeKey},
+        tree::remove_tree,
     },
 };
 
@@ -45,16 +46,19 @@ impl Leftovers {
         }
     }
 
-    /// What cannot be removed is told and left. Blocks.
+    /// What cannot be removed is told and left. No build may run. Blocks.
     pub(super) fn remove(&self) {
-        let run = self.layout.run();
+        let builds = self.layout.build_runs();
+        if let Err(error) = remove_tree(&builds) {
+            tracing::warn!(path = ?builds, %error, "an earlier run left this, and it could not be removed");
+        }
         sweep(
-            &run.join("b"),
+            &self.layout.branch_runs(),
             |name| self.is_unknown(name),
-            |path| fs::remove_dir_all(path),
+            remove_tree,
         );
         sweep(
-            &run.join("e"),
+            &self.layout.run().join("e"),
             |name| self.is_unused(name),
             |path| fs::remove_file(path),
         );

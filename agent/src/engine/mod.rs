@@ -15,7 +15,6 @@ mod sampler;
 mod service;
 mod steps;
 mod stop;
-mod sweep;
 mod world;
 
 use std::{
@@ -47,7 +46,7 @@ use crate::{
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
-    storage::{Branches, Scan, ids::NodeKey},
+    storage::{Branches, ids::NodeKey},
 };
 
 /// Commands that may wait for the core; more wait at their connections.
@@ -160,7 +159,6 @@ impl Engine {
         boot::clear_cgroups(&world, &cgroups, &running)
             .await
             .context(BootSnafu)?;
-        clear_leftovers(&world, &scan).await?;
         let observed = boot::observed(&world, &scan, &running, &records, rebooted, boot_id);
         for (pool, number, facts) in boot::images(&records) {
             world.set_image(pool, number, facts);
@@ -295,17 +293,6 @@ async fn blocking<T: Send + 'static>(
     steps::blocking(work)
         .await
         .map_err(|message| Error::Interrupted { message })
-}
-
-/// Not worth failing a start for: nothing depends on it.
-async fn clear_leftovers(world: &World, scan: &Scan) -> Result<(), Error> {
-    let there = scan.branches.iter().map(|entry| entry.id).collect();
-    let branches = world.branches.clone();
-    let swept = blocking(move || sweep::sweep(branches.layout(), branches.key(), &there)).await?;
-    if let Err(error) = swept {
-        tracing::warn!(%error, "not all that an earlier agent left could be removed");
-    }
-    Ok(())
 }
 
 /// Settings of the pools that the journal knows, so that leases can be served before anybody sends
