@@ -211,6 +211,8 @@ impl Node {
                 state,
                 retire: None,
                 meanwhile: Meanwhile::default(),
+                restarted: None,
+                early_deaths: 0,
             },
         );
     }

@@ -1,8 +1,11 @@
 //! A branch and its life: `Snapshotting → Starting → Preconnecting → Ready → Leased → Stopping →
 //! tombstone → gone`, from any step to `Quarantined`.
 
-use super::{BranchRecord, LeaseUid, Millis, PoolUid, Slot, Stage, StopMode};
+use super::{BranchRecord, LeaseUid, Millis, PoolUid, Slot, Stage, StopMode, backoff};
 use crate::storage::ids::{BranchId, EndpointId};
+
+/// A server that ran this long after its restart was healthy.
+const GOOD_RUN: Millis = 60_000;
 
 /// Why a step failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,6 +107,10 @@ pub struct Branch {
     pub(super) retire: Option<(After, StopMode)>,
     /// What ended while a step was under way, whose own end may say that all went well.
     pub(super) meanwhile: Meanwhile,
+    /// When its server was last started again after its hand-over.
+    pub(super) restarted: Option<Millis>,
+    /// Deaths in a row of servers that had just been started again.
+    pub(super) early_deaths: u32,
 }
 
 impl Branch {
@@ -126,6 +133,24 @@ impl Branch {
             State::Leased { server, .. } => matches!(server, Server::Restarting { .. }),
             State::Stopping { working, .. } => *working,
             _ => false,
+        }
+    }
+
+    /// What follows from the death of its server while it is leased: the first restart is due at
+    /// once.
+    pub(super) fn down(&mut self, now: Millis) -> Server {
+        let is_early = |at: Millis| now.saturating_sub(at) < GOOD_RUN;
+        self.early_deaths = match self.restarted {
+            Some(at) if is_early(at) => self.early_deaths.saturating_add(1),
+            _ => 0,
+        };
+        let wait = match self.early_deaths {
+            0 => 0,
+            deaths => backoff::RESTART.after(deaths),
+        };
+        Server::Down {
+            failures: self.early_deaths,
+            retry_at: now.saturating_add(wait),
         }
     }
 

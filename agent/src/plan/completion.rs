@@ -239,11 +239,10 @@ impl Node {
                 }
                 effects.lease_changed(&lease);
                 effects.warn(format!("server of lease {lease} ended: {detail}"));
-                let server = Server::Down {
-                    failures: 0,
-                    retry_at: now.mono,
-                };
-                self.set_state(id, State::Leased { lease, server }, effects);
+                if let Some(branch) = self.branches.get_mut(&id) {
+                    let server = branch.down(now.mono);
+                    self.set_state(id, State::Leased { lease, server }, effects);
+                }
             }
             // Being stopped, or without a server.
             _ => {}
@@ -362,6 +361,9 @@ impl Node {
             })),
             None => result,
         };
+        if result.is_ok() {
+            branch.restarted = Some(now.mono);
+        }
         let endpoint = branch.endpoint;
         effects.lease_changed(&lease);
         let Some(state) = self.leases.get_mut(&lease) else {

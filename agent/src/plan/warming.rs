@@ -242,6 +242,8 @@ impl Node {
                     state: State::Snapshotting,
                     retire: None,
                     meanwhile: Meanwhile::default(),
+                    restarted: None,
+                    early_deaths: 0,
                 },
             );
             if let Some(pool) = self.pools.get_mut(uid) {

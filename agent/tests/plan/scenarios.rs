@@ -398,6 +398,30 @@ fn a_leased_server_that_dies_between_its_restart_and_the_news_of_it_is_restarted
 }
 
 #[test]
+fn a_leased_server_that_dies_again_and_again_is_restarted_ever_later() {
+    let mut world = filled(spec(1, 4, WarmingMode::Phased));
+    let uid = lease(&mut world, "a");
+    let id = world.node.leases[&uid].branch;
+    world.settle();
+    let mut waits = Vec::new();
+    for _ in 0..4 {
+        world.branches.get_mut(&id).unwrap().running = false;
+        let detail = "signal 9".into();
+        world.event(Event::ServerExited { branch: id, detail });
+        let died = world.now.mono;
+        while !world.branches[&id].running {
+            if world.pending.is_empty() {
+                let due = world.node.deadline(world.now).unwrap();
+                world.tick(due - world.now.mono);
+            }
+            world.finish(0, true);
+        }
+        waits.push(world.now.mono - died);
+    }
+    assert_eq!(waits, [0, 250, 500, 1_000]);
+}
+
+#[test]
 fn a_hand_over_cut_short_is_done_again() {
     let mut world = filled(spec(1, 4, WarmingMode::Phased));
     let uid = lease(&mut world, "a");
