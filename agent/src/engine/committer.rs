@@ -61,11 +61,7 @@ pub(super) struct Committer {
 
 impl Committer {
     pub(super) fn start(journal: Journal, layout: Layout) -> Self {
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "the core must not wait for it; bounded by what the core has in flight: each command and each step adds one"
-        )]
-        let (queue, work) = mpsc::unbounded_channel();
+        let (queue, work) = queue();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
         let order = Arc::default();
@@ -133,6 +129,14 @@ impl Committer {
     }
 }
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the core must not wait for it; bounded by what the core has in flight: each command and each step adds one"
+)]
+fn queue() -> (mpsc::UnboundedSender<Work>, mpsc::UnboundedReceiver<Work>) {
+    mpsc::unbounded_channel()
+}
+
 async fn run(
     mut queue: mpsc::UnboundedReceiver<Work>,
     mut retries: Retries,
@@ -144,14 +148,12 @@ async fn run(
         let work = if retries.refused.is_empty() {
             queue.recv().await
         } else {
-            match tokio::time::timeout(RETRY, queue.recv()).await {
-                Ok(work) => work,
-                Err(_) => {
-                    retries.offer(&queue).await;
-                    retries.report(&done, last);
-                    continue;
-                }
-            }
+            let Ok(work) = tokio::time::timeout(RETRY, queue.recv()).await else {
+                retries.offer(&queue).await;
+                retries.report(&done, last);
+                continue;
+            };
+            work
         };
         let Some(work) = work else { return };
         let written = match work.commit {
@@ -328,7 +330,7 @@ mod tests {
             failing,
         };
         let (done, committed) = watch::channel(0);
-        let (_queue, empty) = mpsc::unbounded_channel();
+        let (_queue, empty) = queue();
 
         let refused = retries.note(refusal(), vec![put("a", "old"), put("b", "old")]);
         assert!(matches!(refused, Err(Refusal::JournalFailed { .. })));
@@ -370,7 +372,7 @@ mod tests {
         };
         let refused = retries.note(refusal(), vec![put("a", "old")]);
         assert!(refused.is_err());
-        let (queue, waiting) = mpsc::unbounded_channel();
+        let (queue, waiting) = queue();
         let work = Work {
             number: 2,
             commit: None,

@@ -319,7 +319,9 @@ impl Node {
             });
         }
         effects.flush();
-        begun.into_iter().for_each(|action| effects.act(action));
+        for action in begun {
+            effects.act(action);
+        }
     }
 
     pub(super) fn restart_times(&self) -> impl Iterator<Item = Millis> {
