@@ -1,6 +1,7 @@
 //! The agent below its supervisor: preflight, engine, API, and an orderly end.
 
 use std::{
+    io::IsTerminal,
     path::{Path, PathBuf},
     process::ExitCode,
     thread::available_parallelism,
@@ -132,7 +133,8 @@ fn start_log(format: LogFormat) {
         EnvFilter::try_from_env("BRANCHPOOL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     match format {
         LogFormat::Text => builder.with_target(false).init(),
         LogFormat::Json => builder.json().init(),
@@ -166,7 +168,16 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         warn!("{warning}");
     }
     let layout = Layout::new(root, &common.run_dir)?;
+    layout.create()?;
     let socket = layout.agent_socket();
+    // Before any server is started: an address that cannot be had ends the agent. Callers wait in
+    // the backlog.
+    let server = Server::bind(&http::Options {
+        socket: Some(socket.clone()),
+        tcp: common.listen,
+        token_file: common.token_file,
+    })
+    .await?;
     let cores = u32::try_from(available_parallelism().map_or(1, usize::from)).unwrap_or(1);
     let engine = Engine::start(Config {
         name: common.name.unwrap_or_else(host_name),
@@ -185,34 +196,27 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         default_concurrency: cores + 1,
     })
     .await?;
-    let server = Server::bind(&http::Options {
-        socket: Some(socket.clone()),
-        tcp: common.listen,
-        token_file: common.token_file,
-    })
-    .await?;
+    let following = match manifests {
+        // Before the first answer: a pool that is about to be known must not be called unknown.
+        Some(paths) => Some(standalone::start(engine.clone(), &paths).await?),
+        None => None,
+    };
     info!(socket = %socket.display(), tcp = ?server.tcp_address(), "serving");
 
     let (stop_serving, stopped) = tokio::sync::oneshot::channel::<()>();
     let serving = tokio::spawn(server.serve(engine.clone(), async move {
         let _asked_or_dropped = stopped.await;
     }));
-    let mut following = tokio::spawn({
-        let engine = engine.clone();
-        async move {
-            match manifests {
-                Some(paths) => standalone::follow(engine, paths).await,
-                None => std::future::pending().await,
-            }
+    let mut following = tokio::spawn(async move {
+        match following {
+            Some(following) => following.run().await,
+            None => std::future::pending().await,
         }
     });
     let outcome = tokio::select! {
         () = terminate.next() => Ok(()),
         () = engine.supervisor_lost() => Err(Error::SupervisorLost),
-        ended = &mut following => match ended {
-            Ok(Err(problem)) => Err(problem.into()),
-            Ok(Ok(())) | Err(_) => Err(Error::Ended { what: "following the manifests" }),
-        },
+        _ = &mut following => Err(Error::Ended { what: "following the manifests" }),
     };
     following.abort();
     if let Err(Error::SupervisorLost) = outcome {

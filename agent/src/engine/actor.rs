@@ -65,7 +65,7 @@ impl Actor {
     /// Runs until the last handle is dropped.
     pub(super) async fn run(mut self, first: Effects) {
         self.carry_out(first);
-        self.publisher.publish(&self.node, &self.world);
+        self.publish();
         let mut commands = Vec::with_capacity(BATCH);
         let mut events = Vec::with_capacity(BATCH);
         loop {
@@ -92,8 +92,13 @@ impl Actor {
             for event in events.drain(..) {
                 self.take(event);
             }
-            self.publisher.publish(&self.node, &self.world);
+            self.publish();
         }
+    }
+
+    fn publish(&mut self) {
+        self.publisher.publish(&self.node, &self.world);
+        self.world.committer.note_published();
     }
 
     fn wake_at(&self) -> Instant {

@@ -115,3 +115,13 @@ pub(super) fn write_auth(layout: &Layout, pool: &PoolUid, role: &str) -> io::Res
     files::replace(&layout.hba(pool), &config::hba(role))?;
     files::replace(&layout.ident(pool), &config::ident(role, &agent.name))
 }
+
+/// Of a pool that is gone. One that comes back has its image built first, which writes them anew.
+pub(super) fn remove_auth(layout: &Layout, pool: &PoolUid) {
+    let directory = layout.auth_pool(pool);
+    if let Err(error) = std::fs::remove_dir_all(&directory)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(%pool, %error, directory = %directory.display(), "a directory could not be removed");
+    }
+}

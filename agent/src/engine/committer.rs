@@ -30,6 +30,8 @@ type Commit = std::pin::Pin<Box<dyn Future<Output = Result<(), journal::Error>> 
 
 struct Work {
     number: u64,
+    /// The publication that shows what this is about.
+    publication: u64,
     commit: Option<Commit>,
     records: Vec<Record>,
     links: Vec<LinkChange>,
@@ -55,6 +57,8 @@ pub(super) struct Committer {
     order: Arc<Mutex<()>>,
     submitted: Arc<std::sync::atomic::AtomicU64>,
     done: watch::Receiver<u64>,
+    /// Counts publications of the core's state.
+    published: Arc<watch::Sender<u64>>,
     /// What the journal refuses with, while it does.
     failing: watch::Receiver<Option<String>>,
 }
@@ -64,6 +68,7 @@ impl Committer {
         let (queue, work) = queue();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
+        let (published, publications) = watch::channel(0);
         let order = Arc::default();
         let retries = Retries {
             journal: journal.clone(),
@@ -71,13 +76,14 @@ impl Committer {
             refused: BTreeMap::new(),
             failing: failing_sender,
         };
-        tokio::spawn(run(work, retries, layout, done_sender));
+        tokio::spawn(run(work, retries, layout, done_sender, publications));
         Self {
             queue,
             journal,
             order,
             submitted: Arc::default(),
             done,
+            published: Arc::new(published),
             failing,
         }
     }
@@ -101,12 +107,19 @@ impl Committer {
         };
         let _closed = self.queue.send(Work {
             number,
+            publication: *self.published.borrow() + 1,
             commit,
             records,
             links,
             reply,
         });
         number
+    }
+
+    /// Everything submitted so far can be seen by whoever asks: callers get their answers only then,
+    /// so that they find what they were told.
+    pub(super) fn note_published(&self) {
+        self.published.send_modify(|count| *count += 1);
     }
 
     /// Waits until everything submitted up to `number` is in the journal.
@@ -142,6 +155,7 @@ async fn run(
     mut retries: Retries,
     layout: Layout,
     done: watch::Sender<u64>,
+    mut publications: watch::Receiver<u64>,
 ) {
     let mut last = 0;
     loop {
@@ -164,6 +178,10 @@ async fn run(
         let result = retries.note(written, work.records);
         apply_links(&layout, &work.links);
         if let Some((reply, answer)) = work.reply {
+            // An error means that the core ended.
+            let _ended = publications
+                .wait_for(|count| *count >= work.publication)
+                .await;
             let _caller_is_gone = reply.send(result.map(|()| answer));
         }
         if wrote {
@@ -379,6 +397,7 @@ mod tests {
             records: vec![put("a", "new")],
             links: Vec::new(),
             reply: None,
+            publication: 0,
         };
         queue.send(work).unwrap();
         retries.offer(&waiting).await;

@@ -15,6 +15,7 @@ use crate::{
 pub struct Config {
     /// Of the node, as it is reported.
     pub name: String,
+    /// Its directories have been made.
     pub layout: Layout,
     pub supervisor: Supervisor,
     pub installations: Vec<Installation>,

@@ -46,7 +46,7 @@ use crate::{
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
-    storage::{Branches, ids::NodeKey, layout},
+    storage::{Branches, ids::NodeKey},
 };
 
 /// Commands that may wait for the core; more wait at their connections.
@@ -56,8 +56,6 @@ const EVENTS: usize = 4096;
 
 #[derive(Debug, Snafu)]
 pub enum Error {
-    #[snafu(display("{source}"))]
-    Layout { source: layout::Error },
     #[snafu(display("{source}"))]
     Journal { source: journal::Error },
     #[snafu(display("{source}"))]
@@ -76,7 +74,7 @@ impl Error {
     /// sysexits.h: 64 to 78 where a new try would end the same.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Layout { .. } | Self::NodeKey { .. } => 78,
+            Self::NodeKey { .. } => 78,
             Self::Journal {
                 source: journal::Error::Locked { .. },
             } => 69,
@@ -108,7 +106,6 @@ pub struct Engine {
 impl Engine {
     /// Takes over what is there and starts to work.
     pub async fn start(config: Config) -> Result<Self, Error> {
-        config.layout.create().context(LayoutSnafu)?;
         let path = config.layout.journal();
         let (journal, contents) = blocking(move || Journal::open(&path))
             .await?

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use branchpool_agent_api::{Condition, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe};
 
-use super::world::World;
+use super::{build, world::World};
 use crate::{
     http::WatchLog,
     plan::{Effects, LeaseUid, Node, Pool, PoolUid, Preconnect, State, StopMode, WarmingMode},
@@ -81,6 +81,7 @@ impl Publisher {
         for uid in std::mem::take(&mut self.pools) {
             let Some(status) = node.pool_status(&uid, now) else {
                 world.drop_settings(&uid);
+                build::remove_auth(&world.layout, &uid);
                 if let Some(gone) = self.log.known_pool(uid.as_str()) {
                     world
                         .metrics

@@ -37,7 +37,9 @@ pub(super) async fn run(world: Arc<World>) {
                     });
                 }
                 if now != before {
-                    for gate in &now.gates {
+                    let was_shut =
+                        |gate: &&Gate| before.gates.iter().any(|old| old.reason == gate.reason);
+                    for gate in now.gates.iter().filter(|gate| !was_shut(gate)) {
                         tracing::warn!(
                             reason = gate.reason,
                             "refill is held back: {}",

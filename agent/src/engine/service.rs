@@ -32,6 +32,7 @@ impl Refusal {
             Self::LifetimeOver { .. } => "LifetimeOver",
             Self::TooManyLeases { .. } => "TooManyLeases",
             Self::StaleEpoch { .. } => "StaleEpoch",
+            Self::StaleGeneration { .. } => "StaleGeneration",
             Self::NameTaken { .. } => "NameTaken",
             Self::Draining => "Draining",
             Self::JournalFailed { .. } => "JournalFailed",
@@ -106,6 +107,17 @@ impl From<Refusal> for Problem {
                 word,
                 format!(
                     "the command is of epoch {given}, and a leader of epoch {current} has taken over"
+                ),
+            ),
+            Refusal::StaleGeneration {
+                pool,
+                given,
+                current,
+            } => Problem::new(
+                409,
+                word,
+                format!(
+                    "generation {given} of pool {pool} is older than {current}, which is in force; read the pool again"
                 ),
             ),
             Refusal::NameTaken { pool, by } => Problem::new(

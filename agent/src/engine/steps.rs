@@ -1,7 +1,7 @@
 //! The steps of a branch's life up to its hand-over: snapshot, start, preconnect, hand over; and the
 //! restart of a leased server.
 
-use std::{fs, io, path::Path, sync::Arc, time::Duration};
+use std::{io, path::Path, sync::Arc, time::Duration};
 
 use branchpool_supervisor::protocol::{IdMount, User};
 use rustix::fs::{Gid, Uid};
@@ -17,11 +17,12 @@ use crate::{
     postgres::{
         chain,
         config::{self, Control, Phase, Profile},
+        pidfile,
         sandbox::Isolation,
         server::{self, Launch, Server},
         session::{Session, Startup},
     },
-    storage::ids::BranchId,
+    storage::{ids::BranchId, tree::remove_tree},
 };
 
 /// Share of the CPU of a branch that warms, against 100 of one that is leased: moderately lower,
@@ -129,6 +130,15 @@ pub(super) async fn restart(
             "processes of the old server are still there, so a new one is not started on their data: {}",
             chain(&error)
         ))
+    })?;
+    // Nothing runs on the data any more, so the pid file says nothing; and a server that finds a
+    // pipe in its place, as a superuser of the branch may put there, would wait for ever.
+    let pid_file = world.layout.branch(&id).join(pidfile::FILE_NAME);
+    files::absent(std::fs::remove_file(&pid_file)).map_err(|error| {
+        failure(
+            "StartFailed",
+            format!("the old server's pid file could not be removed: {error}"),
+        )
     })?;
     let phase = Phase::HandedOver;
     launch(
@@ -305,7 +315,7 @@ fn prepare(
     files::make_dir(&run, 0o711)?;
     let sockets = layout.branch_socket_dir(&id);
     // An earlier server that was killed left its socket and lock file.
-    files::absent(fs::remove_dir_all(&sockets))?;
+    remove_tree(&sockets)?;
     files::make_dir(&sockets, 0o700)?;
     rustix::fs::chown(
         &sockets,

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     plan::{After, Slot, StopMode, Stopped},
     postgres::{chain, server},
-    storage::ids::BranchId,
+    storage::{ids::BranchId, tree::remove_tree},
 };
 
 /// Immediate needs milliseconds; fast writes all dirty buffers.
@@ -116,7 +116,7 @@ async fn remove_run_files(world: &World, id: BranchId, with_log: bool) -> Result
         if with_log {
             files::absent(fs::remove_file(layout.log(id.as_str())))?;
         }
-        files::absent(fs::remove_dir_all(layout.branch_run(&id)))
+        remove_tree(&layout.branch_run(&id))
     })
     .await?
     .map_err(|error| format!("its run directory could not be removed: {error}"))

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::postgres::installation::OsUser;
+use crate::{postgres::installation::OsUser, storage::tree::remove_tree};
 
 /// What a walk through a directory found.
 #[derive(Debug, Default)]
@@ -98,14 +98,6 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a directory with all that is in it; absent, or no directory, is fine.
-pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path) {
-        Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
-        _ => Ok(()),
-    }
-}
-
 /// Empties a directory; absent, or no directory, is fine.
 pub(super) fn empty_directory(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
@@ -115,7 +107,7 @@ pub(super) fn empty_directory(path: &Path) -> io::Result<()> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
         if entry.file_type()?.is_dir() {
-            fs::remove_dir_all(entry.path())?;
+            remove_tree(&entry.path())?;
         } else {
             fs::remove_file(entry.path())?;
         }

@@ -8,7 +8,10 @@ use super::{
     files,
     workshop::{Doing, Workshop, identifier},
 };
-use crate::postgres::{installation::OsUser, session::Session};
+use crate::{
+    postgres::{installation::OsUser, session::Session},
+    storage::tree::remove_tree,
+};
 
 /// Files that belong to the source's server, turn a start into a recovery or a standby, or hold
 /// settings that the agent replaces, `primary_conninfo` among them.
@@ -49,7 +52,7 @@ pub(super) fn files(data_dir: &Path, owner: &OsUser) -> io::Result<()> {
         files::remove(&data_dir.join(name))?;
     }
     for name in LOGS {
-        files::remove_tree(&data_dir.join(name))?;
+        remove_tree(&data_dir.join(name))?;
     }
     for name in EMPTIED {
         files::empty_directory(&data_dir.join(name))?;

@@ -20,11 +20,14 @@ use super::{
     },
     tool::{self, Output, Tool, blocking},
 };
-use crate::postgres::{
-    config::{self, Control, Phase, Profile, Tuning},
-    installation::Installation,
-    server::{self, DROP_TIMEOUT, Launch, Server, StopMode},
-    session::{self, Session, Startup},
+use crate::{
+    postgres::{
+        config::{self, Control, Phase, Profile, Tuning},
+        installation::Installation,
+        server::{self, DROP_TIMEOUT, Launch, Server, StopMode},
+        session::{self, Session, Startup},
+    },
+    storage::tree::remove_tree,
 };
 
 /// A start may replay nothing, but the disk may be slow.
@@ -249,6 +252,10 @@ impl Drop for Workshop<'_> {
         if let Err(error) = self.env.group.kill(DROP_TIMEOUT) {
             let error = crate::postgres::chain(&error);
             tracing::warn!(error, "processes of an abandoned build could not be killed");
+        }
+        // Scripts may have left anything in it.
+        if let Err(error) = remove_tree(&self.socket_dir()) {
+            tracing::warn!(%error, "the socket directory of a build could not be removed");
         }
     }
 }

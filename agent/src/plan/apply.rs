@@ -23,6 +23,17 @@ impl Node {
             });
         }
         let uid = spec.uid.clone();
+        let current = self
+            .pools
+            .get(&uid)
+            .map_or(0, |pool| pool.spec.observed_generation);
+        if spec.observed_generation < current {
+            return Err(Refusal::StaleGeneration {
+                pool: spec.name,
+                given: spec.observed_generation,
+                current,
+            });
+        }
         let record = PoolRecord {
             spec: spec.clone(),
             body: body.clone(),

@@ -109,6 +109,12 @@ pub enum Refusal {
         given: u64,
         current: u64,
     },
+    /// A newer desired state of the pool is in force.
+    StaleGeneration {
+        pool: PoolName,
+        given: u64,
+        current: u64,
+    },
     /// Another pool of this name is there.
     NameTaken {
         pool: PoolName,

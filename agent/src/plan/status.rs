@@ -23,6 +23,12 @@ impl Node {
 
     fn why_nothing_is_ready(&self, pool: &Pool, now: Now) -> (String, Millis) {
         let counts = pool.counts();
+        if pool.removed {
+            return (
+                "the pool was removed, and its leases keep the branches that they have".to_owned(),
+                5_000,
+            );
+        }
         if let Some(gate) = self.gates.first() {
             return (format!("refill is held back: {}", gate.message), 1_000);
         }

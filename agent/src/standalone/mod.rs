@@ -11,28 +11,48 @@ use branchpool_agent_api::{DesiredPool, PoolName};
 use branchpool_crds::{BranchPool, Manifests, Source};
 use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
+use tokio::sync::watch;
 use tracing::{error, info};
 
+use self::manifests::Loaded;
 use crate::{engine::Engine, http::Service, storage::PoolUid};
 
 /// Namespace of objects that name none.
 const NAMESPACE: &str = "default";
 
-/// Applies the manifests, and applies them again whenever they change. Returns when they cannot be
-/// watched.
-pub async fn follow(engine: Engine, paths: Vec<PathBuf>) -> Result<(), manifests::Error> {
-    let mut sets = manifests::watch(&paths).await?;
-    loop {
-        let loaded = sets.borrow_and_update().clone();
+/// Manifests that are in force and followed.
+#[derive(Debug)]
+pub struct Following {
+    engine: Engine,
+    sets: watch::Receiver<Loaded>,
+}
+
+/// Puts the manifests in force as they are now, so that whoever asks next finds their pools.
+pub async fn start(engine: Engine, paths: &[PathBuf]) -> Result<Following, manifests::Error> {
+    let mut following = Following {
+        sets: manifests::watch(paths).await?,
+        engine,
+    };
+    following.take_in().await;
+    Ok(following)
+}
+
+impl Following {
+    /// Applies the manifests again whenever they change. Returns when they cannot be watched.
+    pub async fn run(mut self) {
+        while self.sets.changed().await.is_ok() {
+            self.take_in().await;
+        }
+    }
+
+    async fn take_in(&mut self) {
+        let loaded = self.sets.borrow_and_update().clone();
         match loaded {
-            Ok(manifests) => apply(&engine, &manifests).await,
+            Ok(manifests) => apply(&self.engine, &manifests).await,
             Err(problem) => {
                 error!("the manifests are not taken in, what was in force stays so: {problem}");
-                engine.report_manifests(Some(problem.to_string()));
+                self.engine.report_manifests(Some(problem.to_string()));
             }
-        }
-        if sets.changed().await.is_err() {
-            return Ok(());
         }
     }
 }

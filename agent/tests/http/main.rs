@@ -5,6 +5,7 @@
 
 mod addresses;
 mod client;
+mod message;
 mod raw;
 mod service;
 mod strictness;

@@ -148,6 +148,37 @@ fn an_older_epoch_is_refused() {
 }
 
 #[test]
+fn an_older_desired_state_is_refused() {
+    let mut world = filled(spec(1, 2, WarmingMode::Phased));
+    let apply = |replicas, generation| Command::Apply {
+        spec: Box::new(PoolSpec {
+            observed_generation: generation,
+            ..spec(replicas, 2, WarmingMode::Phased)
+        }),
+        body: serde_json::Value::Null,
+        epoch: None,
+    };
+    world.command(None, apply(2, 3));
+    world.settle();
+    world.crash(0, false);
+    world.command(None, apply(1, 2));
+    assert!(matches!(
+        world.refused.last(),
+        Some(Refusal::StaleGeneration {
+            given: 2,
+            current: 3,
+            ..
+        })
+    ));
+    world.settle();
+    let pool = &world.node.pools[&pool_uid()];
+    assert_eq!(pool.spec.target, 2);
+    world.command(None, apply(1, 3));
+    world.settle();
+    assert_eq!(world.node.pools[&pool_uid()].spec.target, 1);
+}
+
+#[test]
 fn a_lease_expires_by_itself_and_a_renewed_one_later() {
     let mut world = filled(spec(2, 4, WarmingMode::Phased));
     let (short, long) = (lease(&mut world, "short"), lease(&mut world, "long"));

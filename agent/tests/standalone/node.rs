@@ -100,7 +100,7 @@ impl Node {
             .append(true)
             .open(self.log_path())
             .unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_branchpool-agent"))
+        let child = Command::new(crate::agent_binary())
             .arg("standalone")
             .arg("-f")
             .arg(self.manifest_dir())
@@ -179,12 +179,28 @@ impl Node {
         process.join(data.strip_prefix("/").unwrap())
     }
 
+    /// The branch filesystem's path in the agent's mount namespace.
+    pub(crate) fn inner_root(&self) -> PathBuf {
+        self.dir.path().join("data/root")
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.dir.path()
+    }
+
     fn log_path(&self) -> PathBuf {
         self.dir.path().join("agent.log")
     }
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    /// Where the HTTP API is on TCP, by the log of the last start.
+    pub(crate) fn tcp_address(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
+        address.split(')').next().unwrap().to_owned()
     }
 
     pub(crate) fn supervisor_pid(&self) -> u32 {
@@ -281,6 +297,31 @@ impl Node {
             pool.ready == pool.desired && pool.warming == 0 && pool.cleaning == 0
         })
         .await
+    }
+
+    /// Waits until a lease is as wanted.
+    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let lease = self.client.get_lease(uid).await.unwrap();
+            if wanted(&lease) {
+                return lease;
+            }
+            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits until a pool is not there any more.
+    pub(crate) async fn wait_pool_gone(&self, name: &str) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            match self.client.pool(&pool_name(name)).await {
+                Err(error) if error.is("PoolNotFound") => return,
+                found => assert!(Instant::now() < deadline, "{found:#?}\n{}", self.log()),
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     pub(crate) async fn lease(&self, pool: &str, uid: &str) -> Result<Lease, ClientError> {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod pty;
 mod terminal;
 
 #[path = "../../../agent/tests/http/service.rs"]
@@ -26,10 +27,8 @@ use tokio::{
     time::timeout,
 };
 
+use pty::PATIENCE;
 use service::InMemory;
-
-/// Longer than anything here takes, so that a hang fails instead of hanging the run.
-const PATIENCE: Duration = Duration::from_mins(1);
 
 struct Agent {
     service: InMemory,
