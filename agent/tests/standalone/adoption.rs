@@ -162,7 +162,7 @@ async fn busy(node: &Node, uid: String, n: usize) -> Vec<String> {
     let mark = format!("INSERT INTO items VALUES (100, '{uid}')");
     ask(&client, &mark).await.unwrap();
     drop(client);
-    if n % 3 == 0 {
+    if n.is_multiple_of(3) {
         lease = loop {
             match node.reset(&uid, "again").await {
                 Ok(lease) => break lease,
@@ -180,7 +180,7 @@ async fn busy(node: &Node, uid: String, n: usize) -> Vec<String> {
         assert_eq!(bodies, "one,two,three", "{uid} was not reset");
         ask(&client, &mark).await.unwrap();
     }
-    if n % 2 == 0 {
+    if n.is_multiple_of(2) {
         while let Err(error) = node.client.release(&uid, None).await {
             assert!(error.is_transport(), "{error}");
             tokio::time::sleep(Duration::from_millis(10)).await;
