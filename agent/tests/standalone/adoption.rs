@@ -75,7 +75,7 @@ async fn assert_settled(node: &Node, replicas: u32, held: u32) {
     assert_eq!(status.quarantined, [], "{}", node.log());
 }
 
-async fn stop_and_assert_nothing_left(mut node: Node) {
+fn stop_and_assert_nothing_left(mut node: Node) {
     let groups = cgroups(&node);
     assert!(
         !groups.is_empty(),
@@ -101,7 +101,7 @@ async fn killed_during_the_build_and_the_filling() {
         node.restart().await;
     }
     assert_settled(&node, 20, 0).await;
-    stop_and_assert_nothing_left(node).await;
+    stop_and_assert_nothing_left(node);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,7 +149,7 @@ async fn killed_over_and_over_while_leases_are_held() {
         node.client.release(&holder.lease.uid, None).await.unwrap();
     }
     assert_settled(&node, 3, 0).await;
-    stop_and_assert_nothing_left(node).await;
+    stop_and_assert_nothing_left(node);
 }
 
 /// Takes a lease, marks it, maybe resets it, maybe gives it back; goes on through crashes of the
@@ -228,7 +228,7 @@ async fn killed_during_bursts_of_leases_resets_and_releases() {
     node.kill_manager();
     node.restart().await;
     assert_settled(&node, 10, 8).await;
-    stop_and_assert_nothing_left(node).await;
+    stop_and_assert_nothing_left(node);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -275,5 +275,5 @@ async fn killed_servers() {
     assert_eq!(now.uri, holder.lease.uri);
     holder.assert_data(&connect(&now).await.unwrap()).await;
     assert_eq!(now.phase, LeasePhase::Bound);
-    stop_and_assert_nothing_left(node).await;
+    stop_and_assert_nothing_left(node);
 }
