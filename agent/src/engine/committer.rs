@@ -65,11 +65,7 @@ pub(super) struct Committer {
 
 impl Committer {
     pub(super) fn start(journal: Journal, layout: Layout) -> Self {
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "the core must not wait for it; bounded by what the core has in flight: each command and each step adds one"
-        )]
-        let (queue, work) = mpsc::unbounded_channel();
+        let (queue, work) = queue();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
         let (published, publications) = watch::channel(0);
@@ -144,6 +140,14 @@ impl Committer {
     pub(super) fn failing(&self) -> watch::Receiver<Option<String>> {
         self.failing.clone()
     }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the core must not wait for it; bounded by what the core has in flight: each command and each step adds one"
+)]
+fn queue() -> (mpsc::UnboundedSender<Work>, mpsc::UnboundedReceiver<Work>) {
+    mpsc::unbounded_channel()
 }
 
 async fn run(
@@ -348,7 +352,7 @@ mod tests {
             failing,
         };
         let (done, committed) = watch::channel(0);
-        let (_queue, empty) = mpsc::unbounded_channel();
+        let (_queue, empty) = queue();
 
         let refused = retries.note(refusal(), vec![put("a", "old"), put("b", "old")]);
         assert!(matches!(refused, Err(Refusal::JournalFailed { .. })));
@@ -390,7 +394,7 @@ mod tests {
         };
         let refused = retries.note(refusal(), vec![put("a", "old")]);
         assert!(refused.is_err());
-        let (queue, waiting) = mpsc::unbounded_channel();
+        let (queue, waiting) = queue();
         let work = Work {
             number: 2,
             commit: None,

@@ -235,7 +235,7 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, env, fs, path::Path};
+    use std::{collections::BTreeSet, env, fmt::Write as _, fs, path::Path};
 
     use super::*;
     use crate::plan::LeaseUid;
@@ -296,10 +296,8 @@ Every series of a reason or state appears with its first value. A histogram has 
                 .into_iter()
                 .map(|label| format!("`{label}`"))
                 .collect();
-            page += &format!(
-                "| `{name}{suffix}` | {kind} | {} | {help} |\n",
-                labels.join(", ")
-            );
+            let labels = labels.join(", ");
+            writeln!(page, "| `{name}{suffix}` | {kind} | {labels} | {help} |").unwrap();
         }
         page
     }

@@ -55,7 +55,7 @@ async fn ask(node: &Node, way: Way, request: &Request<'_>) -> Reply {
     }
 }
 
-fn desired(name: &str, generation: u64, spec: Value) -> Value {
+fn desired(name: &str, generation: u64, spec: &Value) -> Value {
     json!({"namespace": "default", "name": name, "generation": generation, "spec": spec})
 }
 
@@ -137,7 +137,7 @@ async fn a_bad_spec_names_its_field(node: &Node) {
         ),
     ];
     for (index, (pointer, value, field)) in cases.into_iter().enumerate() {
-        let body = desired("bad", 1, spec_with(pointer, &value)).to_string();
+        let body = desired("bad", 1, &spec_with(pointer, &value)).to_string();
         let request = Request::json("PUT", "/v1/pools/bad", body);
         let reply = ask(node, WAYS[index % 2], &request).await;
         let context = format!("{pointer}={value}: {reply:?}");
@@ -173,7 +173,7 @@ async fn refusals_of_the_engine_say_what_is_wrong() {
         reply
     };
 
-    let (path, body) = put("empty", desired("empty", 3, good_spec()));
+    let (path, body) = put("empty", desired("empty", 3, &good_spec()));
     let status = ok("PUT", &path, &body).await.json::<Value>();
     assert_eq!(
         (&status["observedGeneration"], &status["desired"]),
@@ -195,8 +195,8 @@ async fn refusals_of_the_engine_say_what_is_wrong() {
     };
     let other = lease_of("empty").to_string();
     let renew_too_long = r#"{"ttlSeconds": 3601}"#;
-    let stale = desired("empty", 2, good_spec()).to_string();
-    let taken = desired("items", 1, good_spec()).to_string();
+    let stale = desired("empty", 2, &good_spec()).to_string();
+    let taken = desired("items", 1, &good_spec()).to_string();
     let token = r#"{"token": "t"}"#;
     let cases = [
         (

@@ -162,14 +162,17 @@ async fn the_image_is_unchanged_after_writes_of_every_kind() {
 }
 
 async fn copy_in(lease: &Lease) {
+    use std::fmt::Write as _;
+
     use futures_util::SinkExt;
     let client = connect(lease).await.unwrap();
     let sink = client.copy_in("COPY entries FROM STDIN").await.unwrap();
     let mut sink = Box::pin(sink);
     for chunk in 0..20 {
-        let lines: String = (0..1000)
-            .map(|n| format!("{}\tcopied\n", 1_000_000 + chunk * 1000 + n))
-            .collect();
+        let mut lines = String::new();
+        for n in 0..1000 {
+            writeln!(lines, "{}\tcopied", 1_000_000 + chunk * 1000 + n).unwrap();
+        }
         sink.send(bytes::Bytes::from(lines)).await.unwrap();
     }
     assert_eq!(sink.as_mut().finish().await.unwrap(), 20_000);

@@ -117,7 +117,8 @@ fn add(hash: &mut Sha256, base: &Path, relative: &Path) {
     let (uid, gid) = (metadata.uid(), metadata.gid());
     let mode = metadata.permissions().mode();
     let (mtime, nanoseconds) = (metadata.mtime(), metadata.mtime_nsec());
-    hash.update(format!("{relative:?} {mode:o} {uid} {gid} {mtime}.{nanoseconds}\n").as_bytes());
+    hash.update(relative.as_os_str().as_encoded_bytes());
+    hash.update(format!(" {mode:o} {uid} {gid} {mtime}.{nanoseconds}\n").as_bytes());
     let kind = metadata.file_type();
     if kind.is_dir() {
         for name in names(&path) {

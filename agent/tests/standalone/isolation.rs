@@ -98,7 +98,7 @@ async fn start() -> (Node, Inmate, Inmate) {
 }
 
 /// Paths that are not the intruder's, all of which root can read.
-async fn foreign_files(node: &Node, intruder: &Inmate, victim: &Inmate) -> Vec<String> {
+fn foreign_files(node: &Node, intruder: &Inmate, victim: &Inmate) -> Vec<String> {
     let root = node.inner_root();
     let root = root.display();
     let run = node.run_dir();
@@ -148,7 +148,7 @@ async fn a_superuser_reads_and_writes_its_own_branch_only() {
     assert_eq!(status.isolation.missing, Vec::<String>::new());
 
     let mut attempts = Vec::new();
-    for path in foreign_files(&node, &intruder, &victim).await {
+    for path in foreign_files(&node, &intruder, &victim) {
         // By the server itself.
         for sql in [
             format!("SELECT length(pg_read_binary_file('{path}'))"),

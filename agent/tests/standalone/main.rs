@@ -1,6 +1,7 @@
 //! A whole node, from its command line to its end.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
+#![allow(clippy::too_many_lines, reason = "a test tells one story")]
 
 mod adoption;
 mod api;
@@ -9,6 +10,7 @@ mod image;
 mod inmate;
 mod inspect;
 mod isolation;
+#[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
 mod node;

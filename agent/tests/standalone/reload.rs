@@ -2,7 +2,7 @@
 
 use std::{fs, time::Duration};
 
-use branchpool_agent_api::{Change, Condition, GoldenPhase, LeasePhase, PoolStatus};
+use branchpool_agent_api::{Change, Condition, GoldenPhase, LeasePhase, PoolStatus, RenewRequest};
 
 use crate::node::{Node, Setup, ask, connect, pool, pool_name};
 
@@ -390,7 +390,7 @@ async fn broken_manifests_change_nothing_and_a_removed_pool_ends_with_its_leases
     drop(client);
     let renewed = node
         .client
-        .renew("kept", &Default::default())
+        .renew("kept", &RenewRequest::default())
         .await
         .unwrap();
     assert_eq!(renewed.phase, LeasePhase::Bound);
