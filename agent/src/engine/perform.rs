@@ -59,11 +59,12 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
         Action::Preconnect {
             branch,
             pool,
+            generation,
             deadline,
         } => {
             tokio::spawn(async move {
                 let limit = world.clock.until(deadline);
-                let result = steps::preconnect(&world, branch, &pool, limit).await;
+                let result = steps::preconnect(&world, branch, &pool, generation, limit).await;
                 note_failure(&world, &result);
                 world
                     .tell(Event::Done(Completion::Preconnected { branch, result }))
