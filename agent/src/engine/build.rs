@@ -43,6 +43,8 @@ pub(super) async fn build(
     world.set_image(pool.clone(), number, facts);
     Ok(Image {
         bytes,
+        database: settings.database.clone(),
+        role: settings.role.clone(),
         facts: value,
     })
 }
@@ -76,7 +78,7 @@ async fn run(
         parameters: settings.parameters.clone(),
         tuning: settings.tuning,
     };
-    write_auth(&world.layout, pool, &settings.role).map_err(|error| {
+    write_auth(&world.layout, pool, number, &settings.role).map_err(|error| {
         format!("the files that say who may connect could not be written: {error}")
     })?;
     golden::build(&env, &spec, |_| {})
@@ -107,13 +109,21 @@ async fn discard(world: &World, pool: &PoolUid, number: u64) {
     }
 }
 
-/// Who may connect to the branches of a pool: the agent's own user, and roles with a password.
-pub(super) fn write_auth(layout: &Layout, pool: &PoolUid, role: &str) -> io::Result<()> {
+/// Who may connect to the branches of an image: the agent's own user, and roles with a password.
+pub(super) fn write_auth(
+    layout: &Layout,
+    pool: &PoolUid,
+    generation: u64,
+    role: &str,
+) -> io::Result<()> {
     let agent = own_user().map_err(io::Error::other)?;
     let directory = layout.auth_pool(pool);
     files::make_dir(&directory, 0o711)?;
-    files::replace(&layout.hba(pool), &config::hba(role))?;
-    files::replace(&layout.ident(pool), &config::ident(role, &agent.name))
+    files::replace(&layout.hba(pool, generation), &config::hba(role))?;
+    files::replace(
+        &layout.ident(pool, generation),
+        &config::ident(role, &agent.name),
+    )
 }
 
 /// Of a pool that is gone. One that comes back has its image built first, which writes them anew.

@@ -161,6 +161,9 @@ impl Engine {
             .context(BootSnafu)?;
         let observed = boot::observed(&world, &scan, &running, &records, rebooted, boot_id);
         for (pool, number, facts) in boot::images(&records) {
+            if let Err(error) = build::write_auth(&world.layout, &pool, number, &facts.role) {
+                tracing::error!(%pool, %error, "the files that say who may connect could not be written");
+            }
             world.set_image(pool, number, facts);
         }
         restore_settings(&world, &facts, &records, config.default_concurrency);
@@ -310,10 +313,7 @@ fn restore_settings(world: &World, facts: &Facts, records: &Records, default_con
             continue;
         };
         match desired::convert(uid, &desired, abilities) {
-            Ok((spec, settings)) => {
-                if let Err(error) = build::write_auth(&world.layout, uid, &spec.role) {
-                    tracing::error!(pool = %uid, %error, "the files that say who may connect could not be written");
-                }
+            Ok((_, settings)) => {
                 world.set_settings(uid.clone(), Arc::new(settings));
             }
             Err(problem) => {

@@ -54,10 +54,11 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
         Action::Preconnect {
             branch,
             pool,
+            generation,
             deadline,
         } => tell_the_end(Arc::clone(&world), async move {
             let limit = world.clock.until(deadline);
-            let result = steps::preconnect(&world, branch, &pool, limit).await;
+            let result = steps::preconnect(&world, branch, &pool, generation, limit).await;
             note_failure(&world, &result);
             Completion::Preconnected { branch, result }
         }),

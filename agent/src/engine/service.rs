@@ -10,7 +10,7 @@ use branchpool_agent_api::{
     RenewRequest, ResetRequest, problem::reason,
 };
 
-use super::{Engine, build, desired};
+use super::{Engine, desired};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
@@ -281,13 +281,6 @@ impl Service for Engine {
             Problem::invalid_field("uid", error.to_string())
         })?;
         let (spec, settings) = desired::convert(&uid, &desired, self.abilities())?;
-        build::write_auth(&self.world.layout, &uid, &spec.role).map_err(|error| {
-            Problem::new(
-                500,
-                "RunDirectory",
-                format!("the run directory cannot be written: {error}"),
-            )
-        })?;
         let body = serde_json::to_value(&desired)
             .map_err(|error| Problem::new(500, "Encoding", error.to_string()))?;
         let command = Command::Apply {

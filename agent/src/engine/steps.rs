@@ -229,8 +229,8 @@ async fn launch(
                 .as_ref()
                 .map_or_else(|| layout.branch(&id), |mount| mount.target.clone()),
             config_file: layout.branch_config(&id),
-            hba_file: layout.hba(pool),
-            ident_file: layout.ident(pool),
+            hba_file: layout.hba(pool, generation),
+            ident_file: layout.ident(pool, generation),
             socket_dir: layout.branch_socket_dir(&id),
             tuning: settings.tuning,
             ipc_namespace: world.isolation.ipc_namespace,
@@ -333,20 +333,24 @@ pub(super) async fn preconnect(
     world: &Arc<World>,
     id: BranchId,
     pool: &PoolUid,
+    generation: u64,
     limit: Duration,
 ) -> Result<(), Failure> {
     let started = std::time::Instant::now();
     let runtime = world.runtime(id);
     let mut runtime = runtime.lock().await;
-    let session = timeout(limit.min(SESSION_TIMEOUT), connect(world, id, pool))
-        .await
-        .map_err(|_| {
-            failure(
-                "PreconnectFailed",
-                "its server did not answer the first session in time",
-            )
-        })?
-        .map_err(|error| failure("PreconnectFailed", error))?;
+    let session = timeout(
+        limit.min(SESSION_TIMEOUT),
+        connect(world, id, pool, generation),
+    )
+    .await
+    .map_err(|_| {
+        failure(
+            "PreconnectFailed",
+            "its server did not answer the first session in time",
+        )
+    })?
+    .map_err(|error| failure("PreconnectFailed", error))?;
     runtime.session = Some(hold(world, id, session));
     world
         .metrics
@@ -355,13 +359,16 @@ pub(super) async fn preconnect(
     Ok(())
 }
 
-async fn connect(world: &World, id: BranchId, pool: &PoolUid) -> Result<Session, String> {
-    let settings = world
-        .settings(pool)
-        .ok_or_else(|| format!("pool {pool} is not known any more"))?;
+async fn connect(
+    world: &World,
+    id: BranchId,
+    pool: &PoolUid,
+    generation: u64,
+) -> Result<Session, String> {
+    let image = image(world, pool, generation).map_err(|failure| failure.message)?;
     let startup = Startup {
-        user: settings.role.clone(),
-        database: settings.database.clone(),
+        user: image.role.clone(),
+        database: image.database.clone(),
         parameters: Vec::new(),
     };
     let mut session = Session::open(&world.layout.branch_socket_dir(&id), startup)
@@ -441,7 +448,7 @@ pub(super) async fn hand_over(
         tracing::warn!(branch = %id, %error, "the leased branch keeps the settings of a warming one");
     }
     if settings.is_some_and(|settings| settings.preconnect == Preconnect::OnLease) {
-        match timeout(SESSION_TIMEOUT, connect(world, id, pool)).await {
+        match timeout(SESSION_TIMEOUT, connect(world, id, pool, generation)).await {
             Ok(Ok(session)) => session.terminate().await,
             Ok(Err(error)) => tracing::warn!(branch = %id, %error, "no session at hand-over"),
             Err(_) => tracing::warn!(branch = %id, "no session at hand-over in time"),

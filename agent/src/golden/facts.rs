@@ -18,6 +18,10 @@ use crate::postgres::config::CARRIED_OVER;
 #[serde(rename_all = "camelCase")]
 pub struct Facts {
     pub major: u32,
+    /// The pool's, when it was made.
+    pub database: String,
+    /// The pool's, when it was made.
+    pub role: String,
     /// Of the server that made it, such as `15.20 (Debian …)`.
     pub server_version: String,
     /// Of the pool's database.
@@ -51,6 +55,8 @@ impl Facts {
     ) -> Self {
         Self {
             major: workshop.installation.major,
+            database: workshop.spec.database.clone(),
+            role: workshop.spec.role.clone(),
             server_version: catalog.server_version,
             encoding: catalog.encoding,
             collate: catalog.collate,

@@ -258,6 +258,9 @@ impl Node {
         let Some(branch) = self.branches.get(&id) else {
             return Err(self.nothing_ready(&pool_uid, now));
         };
+        let Some(image) = self.image(&pool_uid, branch.generation) else {
+            return Err(self.nothing_ready(&pool_uid, now));
+        };
         let end_of_life = now.mono.saturating_add(pool.spec.lease.max_lifetime);
         let deadline = now.mono.saturating_add(ttl).min(end_of_life);
         let lease = LeaseState {
@@ -266,8 +269,8 @@ impl Node {
             branch: id,
             endpoint: branch.endpoint,
             generation: branch.generation,
-            database: pool.spec.database.clone(),
-            role: pool.spec.role.clone(),
+            database: image.database.clone(),
+            role: image.role.clone(),
             holder,
             bound_at: now.wall,
             expires_at: now.wall.saturating_add(deadline - now.mono),
@@ -399,6 +402,13 @@ impl Node {
         let Some(id) = self.oldest_ready(&lease.pool) else {
             return Err(self.nothing_ready(&lease.pool, now));
         };
+        let image = self
+            .branches
+            .get(&id)
+            .and_then(|branch| self.image(&lease.pool, branch.generation));
+        let Some(image) = image.cloned() else {
+            return Err(self.nothing_ready(&lease.pool, now));
+        };
         // The address stays with the lease; the fresh branch's own is given up.
         let Some(branch) = self.branches.get_mut(&id) else {
             return Err(self.nothing_ready(&lease.pool, now));
@@ -411,6 +421,8 @@ impl Node {
         let mut lease = LeaseState {
             branch: id,
             generation,
+            database: image.database,
+            role: image.role,
             reset_token: Some(reset_token),
             reason: None,
             message: None,

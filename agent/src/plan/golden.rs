@@ -9,6 +9,9 @@ use crate::storage::ids::BranchId;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Image {
     pub bytes: u64,
+    /// What its branches are connected to; the pool's may be another by now.
+    pub database: String,
+    pub role: String,
     /// What the builder found out; the core does not look into it.
     pub facts: serde_json::Value,
 }
@@ -38,6 +41,13 @@ pub struct BuildFailure {
 }
 
 impl Node {
+    pub(super) fn image(&self, pool: &PoolUid, generation: u64) -> Option<&Image> {
+        match &self.pools.get(pool)?.generations.get(&generation)?.state {
+            GenerationState::Sealed(image) => Some(image),
+            GenerationState::Building | GenerationState::Dropping => None,
+        }
+    }
+
     /// Starts the build that the desired state asks for, and drops what nothing needs.
     pub(super) fn plan_golden(&mut self, now: Now, effects: &mut Effects) {
         let uids: Vec<PoolUid> = self.pools.keys().cloned().collect();

@@ -103,6 +103,7 @@ pub enum Action {
     Preconnect {
         branch: BranchId,
         pool: PoolUid,
+        generation: u64,
         deadline: Millis,
     },
     /// Makes the branch the holder's: full weight, the pool's own settings. No answer.

@@ -322,11 +322,13 @@ impl Node {
             let Some(branch) = self.branches.get(&id) else {
                 return;
             };
+            let generation = branch.generation;
             let deadline = branch.created.saturating_add(stale_after);
             self.set_state(id, State::Preconnecting, effects);
             effects.act(Action::Preconnect {
                 branch: id,
                 pool: uid.clone(),
+                generation,
                 deadline,
             });
         }

@@ -244,12 +244,14 @@ impl Layout {
         self.auth().join(pool.as_str())
     }
 
-    pub fn hba(&self, pool: &PoolUid) -> PathBuf {
-        self.auth_pool(pool).join("pg_hba.conf")
+    pub fn hba(&self, pool: &PoolUid, generation: u64) -> PathBuf {
+        self.auth_pool(pool)
+            .join(format!("{generation}.pg_hba.conf"))
     }
 
-    pub fn ident(&self, pool: &PoolUid) -> PathBuf {
-        self.auth_pool(pool).join("pg_ident.conf")
+    pub fn ident(&self, pool: &PoolUid, generation: u64) -> PathBuf {
+        self.auth_pool(pool)
+            .join(format!("{generation}.pg_ident.conf"))
     }
 
     /// Directories of running builds.

@@ -288,6 +288,8 @@ impl World {
                     self.golden.insert((pool.clone(), generation));
                     Ok(Image {
                         bytes: 1,
+                        database: format!("shop-{generation}"),
+                        role: "shop".into(),
                         facts: serde_json::Value::Null,
                     })
                 } else {

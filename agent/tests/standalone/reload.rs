@@ -321,6 +321,63 @@ spec:
     node.assert_nothing_left();
 }
 
+/// What is connected to is the image's, not what the pool will have one day.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_role_and_database_come_with_the_image_that_has_them() {
+    let mut manifest = Manifest::FIRST;
+    let mut node = start(&manifest).await;
+    let kept = node.lease("items", "kept").await.unwrap();
+    node.wait_full("items").await;
+
+    // Leases are taken, and their branches made up for, while the new image is being built.
+    manifest.last = "SELECT pg_sleep(3)";
+    let text = manifest.text().replace(
+        "version: 15",
+        "version: 15\n    database: stock\n    role: keeper",
+    );
+    let building = |pool: &PoolStatus| pool.golden.phase == GoldenPhase::Building;
+    changes(&node, || save(&node, "pools.yaml", &text), building).await;
+    for uid in ["a", "b", "c", "d"] {
+        let lease = node.lease_patiently("items", uid).await;
+        let names = (&lease.user, &lease.database, lease.generation);
+        assert_eq!(names, (&kept.user, &kept.database, 1));
+        let client = connect(&lease).await.unwrap();
+        assert_eq!(ask(&client, LOOK).await.unwrap(), "one,two,three 4MB");
+    }
+    let status = node.client.pool(&pool_name("items")).await.unwrap();
+    assert_eq!(
+        status.golden.phase,
+        GoldenPhase::Building,
+        "the build was too short"
+    );
+    let status = node
+        .wait_pool("items", |pool| {
+            pool.golden.generation == 2 && (pool.ready, pool.stale, pool.warming) == (3, 0, 0)
+        })
+        .await;
+    assert_eq!(status.quarantined, 0, "{status:#?}");
+
+    // A server of the old image comes back as it was.
+    let server = node.postmaster_of(&kept.branch).unwrap();
+    crate::node::send(server, rustix::process::Signal::KILL);
+    node.wait_lease("kept", |lease| {
+        lease.restarts == 1 && lease.reason.is_none()
+    })
+    .await;
+    let client = connect(&kept).await.unwrap();
+    assert_eq!(ask(&client, LOOK).await.unwrap(), "one,two,three 4MB");
+
+    let reset = node.reset("kept", "once").await.unwrap();
+    assert_eq!(
+        (&*reset.user, &*reset.database, &reset.host),
+        ("keeper", "stock", &kept.host)
+    );
+    let client = connect(&reset).await.unwrap();
+    assert_eq!(ask(&client, LOOK).await.unwrap(), "one,two,three 4MB");
+    assert!(node.stop().success());
+    node.assert_nothing_left();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn broken_manifests_change_nothing_and_a_removed_pool_ends_with_its_leases() {
     let mut manifest = Manifest::FIRST;
