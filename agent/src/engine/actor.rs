@@ -32,6 +32,8 @@ pub(super) struct Actor {
     replies: HashMap<Token, Reply>,
     next_token: u64,
     drained: watch::Sender<bool>,
+    /// Not begun yet.
+    actions: Vec<Action>,
 }
 
 impl std::fmt::Debug for Actor {
@@ -59,13 +61,14 @@ impl Actor {
             replies,
             next_token: 0,
             drained,
+            actions: Vec::new(),
         }
     }
 
     /// Runs until the last handle is dropped.
     pub(super) async fn run(mut self, first: Effects) {
-        self.carry_out(first);
-        self.publisher.publish(&self.node, &self.world);
+        self.note(first);
+        self.publish_and_act();
         let mut commands = Vec::new();
         let mut events = Vec::new();
         loop {
@@ -82,7 +85,15 @@ impl Actor {
             for event in events.drain(..) {
                 self.take(event);
             }
-            self.publisher.publish(&self.node, &self.world);
+            self.publish_and_act();
+        }
+    }
+
+    /// In this order: whoever has an answer and then asks for the state finds it as answered.
+    fn publish_and_act(&mut self) {
+        self.publisher.publish(&self.node, &self.world);
+        for action in std::mem::take(&mut self.actions) {
+            self.start(action);
         }
     }
 
@@ -122,17 +133,15 @@ impl Actor {
 
     fn take(&mut self, event: Event) {
         let effects = self.node.handle(event, self.world.clock.now());
-        self.carry_out(effects);
+        self.note(effects);
     }
 
-    fn carry_out(&mut self, effects: Effects) {
+    fn note(&mut self, effects: Effects) {
         for warning in &effects.warnings {
             warn!("{warning}");
         }
         self.publisher.note(&effects);
-        for action in effects.actions {
-            self.start(action);
-        }
+        self.actions.extend(effects.actions);
     }
 
     fn start(&mut self, action: Action) {
