@@ -5,7 +5,7 @@ use std::{
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use branchpool_agent_api::Lease;
@@ -92,6 +92,19 @@ pub(crate) fn names(directory: &Path) -> BTreeSet<String> {
 }
 
 impl Node {
+    /// Waits until the agent has logged this so often.
+    pub(crate) fn wait_logged(&self, text: &str, times: usize) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.log().matches(text).count() < times {
+            assert!(
+                Instant::now() < deadline,
+                "never logged: {text}\n{}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Waits until a lease is as wanted, woken by the watch.
     pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
         let waited = tokio::time::timeout(Duration::from_secs(60), async {

@@ -4,6 +4,9 @@
 
 mod adoption;
 mod burst;
+mod container;
 mod image;
 mod inspect;
 mod node;
+mod reboot;
+mod stop;
