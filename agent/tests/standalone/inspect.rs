@@ -1,13 +1,14 @@
 //! What a node has on disk, in its run directory and among the machine's processes.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
+use branchpool_agent::storage::loopfile::LoopFile;
 use branchpool_agent_api::Lease;
 use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
@@ -44,6 +45,7 @@ impl Inventory {
             building: names(&root.join("building")),
             golden: names(&root.join("golden"))
                 .iter()
+                .filter(|pool| root.join("golden").join(pool).is_dir())
                 .flat_map(|pool| {
                     let images = names(&root.join("golden").join(pool));
                     images
@@ -60,6 +62,22 @@ impl Inventory {
         }
     }
 
+    /// Leaves out what is at these paths below the root.
+    pub(crate) fn forget<'a>(&mut self, paths: impl Iterator<Item = &'a str>) {
+        for path in paths {
+            let (parent, name) = path.split_once('/').unwrap();
+            let in_shard = || name.split_once('/').unwrap().1;
+            let found = match parent {
+                "branches" => self.branches.remove(in_shard()),
+                "trash" => self.trash.remove(in_shard()),
+                "building" => self.building.remove(name),
+                "golden" if name.contains('/') => self.golden.remove(name),
+                _ => true,
+            };
+            assert!(found, "{path} is gone");
+        }
+    }
+
     /// One of everything for each branch, and nothing else.
     pub(crate) fn assert_tidy(&self, branches: usize) {
         assert_eq!(self.branches.len(), branches, "branches: {self:#?}");
@@ -73,6 +91,47 @@ impl Inventory {
         assert!(self.trash.is_empty(), "tombstones: {:?}", self.trash);
         assert!(self.building.is_empty(), "builds: {:?}", self.building);
         assert_eq!(self.golden.len(), 1, "images: {:?}", self.golden);
+    }
+}
+
+/// The journal's records by kind and key, of a node that is stopped.
+pub(crate) fn journal(node: &Node) -> BTreeMap<(String, String), serde_json::Value> {
+    let mounted = Mounted::new(node);
+    let journal = rusqlite::Connection::open(mounted.journal()).unwrap();
+    let mut statement = journal
+        .prepare("SELECT kind, key, value FROM record")
+        .unwrap();
+    let rows = statement.query_map([], |row| {
+        let value: String = row.get(2)?;
+        Ok((
+            (row.get(0)?, row.get(1)?),
+            serde_json::from_str(&value).unwrap(),
+        ))
+    });
+    rows.unwrap().map(Result::unwrap).collect()
+}
+
+/// The filesystem of a node that is stopped.
+pub(crate) struct Mounted(LoopFile);
+
+impl Mounted {
+    pub(crate) fn new(node: &Node) -> Self {
+        let place = node.image().with_file_name("edit");
+        Self(LoopFile::mount(&node.image(), 1 << 30, &place).unwrap())
+    }
+
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.0.mount_point().join("state/journal.db")
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let unmounted = self.0.unmount();
+        assert!(
+            unmounted.is_ok() || std::thread::panicking(),
+            "{unmounted:?}"
+        );
     }
 }
 

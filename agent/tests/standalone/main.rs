@@ -4,6 +4,7 @@
 
 mod adoption;
 mod burst;
+mod chaos;
 mod container;
 mod image;
 mod inspect;

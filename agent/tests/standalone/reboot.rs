@@ -2,11 +2,10 @@
 
 use std::fs;
 
-use branchpool_agent::storage::loopfile::LoopFile;
 use branchpool_agent_api::{Lease, LeasePhase};
 
 use crate::{
-    inspect::Inventory,
+    inspect::{Inventory, Mounted},
     node::{Node, Setup, ask, connect, pool},
 };
 
@@ -14,19 +13,13 @@ const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
 
 /// As after the start of the machine: another boot id than the journal's, no run directory.
 fn boot_anew(node: &Node) {
-    let place = node.image().with_file_name("edit");
-    let file = LoopFile::mount(&node.image(), 1 << 30, &place).unwrap();
-    {
-        let journal = rusqlite::Connection::open(place.join("state/journal.db")).unwrap();
-        let changed = journal
-            .execute(
-                "UPDATE record SET value = '\"another boot\"' WHERE kind = 'meta' AND key = 'boot'",
-                [],
-            )
-            .unwrap();
-        assert_eq!(changed, 1);
-    }
-    file.unmount().unwrap();
+    let mounted = Mounted::new(node);
+    let journal = rusqlite::Connection::open(mounted.journal()).unwrap();
+    let changed = journal.execute(
+        "UPDATE record SET value = '\"another boot\"' WHERE kind = 'meta' AND key = 'boot'",
+        [],
+    );
+    assert_eq!(changed.unwrap(), 1);
     fs::remove_dir_all(node.run_dir()).unwrap();
 }
 
