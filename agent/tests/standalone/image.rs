@@ -167,9 +167,8 @@ async fn copy_in(lease: &Lease) {
     let sink = client.copy_in("COPY entries FROM STDIN").await.unwrap();
     let mut sink = Box::pin(sink);
     for chunk in 0..20 {
-        let lines: String = (0..1000)
-            .map(|n| format!("{}\tcopied\n", 1_000_000 + chunk * 1000 + n))
-            .collect();
+        let lines = (0..1000).map(|n| format!("{}\tcopied\n", 1_000_000 + chunk * 1000 + n));
+        let lines = lines.collect::<Vec<_>>().concat();
         sink.send(bytes::Bytes::from(lines)).await.unwrap();
     }
     assert_eq!(sink.as_mut().finish().await.unwrap(), 20_000);

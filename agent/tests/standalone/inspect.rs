@@ -62,6 +62,19 @@ impl Inventory {
         }
     }
 
+    /// When there are so many addresses: they come and go a moment after the status says so, and
+    /// before any answer that names them.
+    pub(crate) fn settled(node: &Node, addresses: usize) -> Self {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            let inventory = Self::of(node);
+            if inventory.addresses.len() == addresses || Instant::now() > deadline {
+                return inventory;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Leaves out what is at these paths below the root.
     pub(crate) fn forget<'a>(&mut self, paths: impl Iterator<Item = &'a str>) {
         for path in paths {
@@ -166,7 +179,7 @@ impl Node {
 
     /// Waits until a lease is as wanted, woken by the watch.
     pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
-        let waited = tokio::time::timeout(Duration::from_secs(60), async {
+        let found = tokio::time::timeout(Duration::from_mins(1), async {
             loop {
                 // A lost watch is taken up again: the agent may be killed meanwhile.
                 let Ok(mut watch) = self.client.watch(None).await else {
@@ -185,10 +198,10 @@ impl Node {
                 }
             }
         });
-        match waited.await {
+        match found.await {
             Ok(lease) => lease,
-            Err(_) => panic!(
-                "lease {uid} is {:#?}\n{}",
+            Err(elapsed) => panic!(
+                "{elapsed}: lease {uid} is {:#?}\n{}",
                 self.client.get_lease(uid).await,
                 self.log()
             ),
@@ -224,7 +237,8 @@ fn add(hash: &mut Sha256, base: &Path, relative: &Path) {
     let (uid, gid) = (metadata.uid(), metadata.gid());
     let mode = metadata.permissions().mode();
     let (mtime, nanoseconds) = (metadata.mtime(), metadata.mtime_nsec());
-    hash.update(format!("{relative:?} {mode:o} {uid} {gid} {mtime}.{nanoseconds}\n").as_bytes());
+    hash.update(relative.as_os_str().as_encoded_bytes());
+    hash.update(format!(" {mode:o} {uid} {gid} {mtime}.{nanoseconds}\n").as_bytes());
     let kind = metadata.file_type();
     if kind.is_dir() {
         for name in names(&path) {

@@ -85,7 +85,7 @@ async fn leases_outlive_a_stop_by_either_signal_and_one_at_once() {
         pool.ready == 1 && pool.warming + pool.cleaning + pool.tombstones == 0
     })
     .await;
-    Inventory::of(&node).assert_tidy(1);
+    Inventory::settled(&node, 1).assert_tidy(1);
     assert!(node.stop().success());
     node.assert_nothing_left();
 }
@@ -140,7 +140,7 @@ async fn leases_run_out_also_while_the_agent_is_down() {
         pool.ready == 2 && pool.warming + pool.cleaning + pool.tombstones == 0
     })
     .await;
-    let inventory = Inventory::of(&node);
+    let inventory = Inventory::settled(&node, 2);
     inventory.assert_tidy(2);
     for lease in [lease, running, parked] {
         assert!(!inventory.branches.contains(&lease.branch));
