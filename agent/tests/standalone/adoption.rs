@@ -70,7 +70,8 @@ async fn assert_settled(node: &Node, replicas: u32, held: u32) {
             && pool.warming + pool.cleaning + pool.tombstones == 0
     })
     .await;
-    Inventory::of(node).assert_tidy((replicas + held) as usize);
+    let branches = (replicas + held) as usize;
+    Inventory::settled(node, branches).assert_tidy(branches);
     let status = node.client.node().await.unwrap();
     assert_eq!(status.quarantined, [], "{}", node.log());
 }
@@ -94,6 +95,12 @@ async fn killed_during_the_build_and_the_filling() {
         .await;
     node.kill_agent();
     node.wait_serving().await;
+    // At further moments of the build; each start begins another one.
+    for wait in [100, 250, 450, 700, 950] {
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        node.kill_manager();
+        node.restart().await;
+    }
     // Killed again and again while it fills; each start takes over what is there.
     for ready in [1, 5, 9, 13, 17] {
         node.wait_pool("items", |pool| pool.ready >= ready).await;

@@ -1,12 +1,14 @@
 //! What a node has on disk, in its run directory and among the machine's processes.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
+use branchpool_agent::storage::loopfile::LoopFile;
 use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
 
@@ -42,6 +44,7 @@ impl Inventory {
             building: names(&root.join("building")),
             golden: names(&root.join("golden"))
                 .iter()
+                .filter(|pool| root.join("golden").join(pool).is_dir())
                 .flat_map(|pool| {
                     let images = names(&root.join("golden").join(pool));
                     images
@@ -55,6 +58,35 @@ impl Inventory {
                 .lines()
                 .filter(|line| line.contains(&place))
                 .count(),
+        }
+    }
+
+    /// When there are so many addresses: they come and go a moment after the status says so, and
+    /// before any answer that names them.
+    pub(crate) fn settled(node: &Node, addresses: usize) -> Self {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            let inventory = Self::of(node);
+            if inventory.addresses.len() == addresses || Instant::now() > deadline {
+                return inventory;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Leaves out what is at these paths below the root.
+    pub(crate) fn forget<'a>(&mut self, paths: impl Iterator<Item = &'a str>) {
+        for path in paths {
+            let (parent, name) = path.split_once('/').unwrap();
+            let in_shard = || name.split_once('/').unwrap().1;
+            let found = match parent {
+                "branches" => self.branches.remove(in_shard()),
+                "trash" => self.trash.remove(in_shard()),
+                "building" => self.building.remove(name),
+                "golden" if name.contains('/') => self.golden.remove(name),
+                _ => true,
+            };
+            assert!(found, "{path} is gone");
         }
     }
 
@@ -74,6 +106,47 @@ impl Inventory {
     }
 }
 
+/// The journal's records by kind and key, of a node that is stopped.
+pub(crate) fn journal(node: &Node) -> BTreeMap<(String, String), serde_json::Value> {
+    let mounted = Mounted::new(node);
+    let journal = rusqlite::Connection::open(mounted.journal()).unwrap();
+    let mut statement = journal
+        .prepare("SELECT kind, key, value FROM record")
+        .unwrap();
+    let rows = statement.query_map([], |row| {
+        let value: String = row.get(2)?;
+        Ok((
+            (row.get(0)?, row.get(1)?),
+            serde_json::from_str(&value).unwrap(),
+        ))
+    });
+    rows.unwrap().map(Result::unwrap).collect()
+}
+
+/// The filesystem of a node that is stopped.
+pub(crate) struct Mounted(LoopFile);
+
+impl Mounted {
+    pub(crate) fn new(node: &Node) -> Self {
+        let place = node.image().with_file_name("edit");
+        Self(LoopFile::mount(&node.image(), 1 << 30, &place).unwrap())
+    }
+
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.0.mount_point().join("state/journal.db")
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let unmounted = self.0.unmount();
+        assert!(
+            unmounted.is_ok() || std::thread::panicking(),
+            "{unmounted:?}"
+        );
+    }
+}
+
 fn shards(parent: &Path) -> BTreeSet<String> {
     let shards = names(parent);
     shards
@@ -87,6 +160,21 @@ pub(crate) fn names(directory: &Path) -> BTreeSet<String> {
         .unwrap_or_else(|error| panic!("{}: {error}", directory.display()))
         .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
         .collect()
+}
+
+impl Node {
+    /// Waits until the agent has logged this so often.
+    pub(crate) fn wait_logged(&self, text: &str, times: usize) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.log().matches(text).count() < times {
+            assert!(
+                Instant::now() < deadline,
+                "never logged: {text}\n{}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
 
 /// The only golden image of a node with one pool.

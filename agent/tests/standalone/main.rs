@@ -6,6 +6,8 @@
 mod adoption;
 mod api;
 mod burst;
+mod chaos;
+mod container;
 mod image;
 mod inmate;
 mod inspect;
@@ -14,10 +16,12 @@ mod isolation;
 #[path = "../http/message.rs"]
 mod message;
 mod node;
+mod reboot;
 mod reload;
 mod starvation;
+mod stop;
 mod takeover;
 
-pub(crate) fn agent_binary() -> &'static str {
-    env!("CARGO_BIN_EXE_branchpool-agent")
+pub(crate) fn agent_binary() -> std::path::PathBuf {
+    env!("CARGO_BIN_EXE_branchpool-agent").into()
 }

@@ -42,6 +42,8 @@ pub(crate) struct Setup {
     pub(crate) manifests: Vec<(String, String)>,
     pub(crate) size: &'static str,
     pub(crate) args: Vec<String>,
+    /// A command that runs the agent as its only child, with arguments.
+    pub(crate) wrapper: Vec<&'static str>,
 }
 
 impl Setup {
@@ -50,6 +52,7 @@ impl Setup {
             manifests: vec![("pools.yaml".into(), manifest)],
             size: "8Gi",
             args: Vec::new(),
+            wrapper: Vec::new(),
         }
     }
 }
@@ -100,7 +103,11 @@ impl Node {
             .append(true)
             .open(self.log_path())
             .unwrap();
-        let child = Command::new(crate::agent_binary())
+        let agent = crate::agent_binary();
+        let agent = agent.to_str().expect("paths of builds should be UTF-8");
+        let words = [self.setup.wrapper.as_slice(), &[agent]].concat();
+        let child = Command::new(words[0])
+            .args(&words[1..])
             .arg("standalone")
             .arg("-f")
             .arg(self.manifest_dir())
@@ -204,7 +211,22 @@ impl Node {
     }
 
     pub(crate) fn supervisor_pid(&self) -> u32 {
-        self.supervisor.as_ref().expect("the agent runs").id()
+        let started = self.supervisor.as_ref().expect("the agent runs").id();
+        if self.setup.wrapper.is_empty() {
+            return started;
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match descendants(started).first() {
+                Some(pid)
+                    if command_of(*pid).starts_with(&*crate::agent_binary().to_string_lossy()) =>
+                {
+                    return *pid;
+                }
+                _ => assert!(Instant::now() < deadline, "there is no supervisor"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The agent below the supervisor.
@@ -223,14 +245,9 @@ impl Node {
         }
     }
 
-    fn children(&self) -> Vec<u32> {
-        let pid = self.supervisor_pid();
-        let children =
-            fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-        children
-            .split_whitespace()
-            .filter_map(|pid| pid.parse().ok())
-            .collect()
+    /// Children of the supervisor.
+    pub(crate) fn children(&self) -> Vec<u32> {
+        descendants(self.supervisor_pid())
     }
 
     /// Every process that belongs to this node's servers: their command lines name its directory,
@@ -442,7 +459,11 @@ impl Drop for Node {
         let Some(mut child) = self.supervisor.take() else {
             return;
         };
-        send(child.id(), rustix::process::Signal::TERM);
+        let supervisor = match descendants(child.id()).first() {
+            Some(pid) if !self.setup.wrapper.is_empty() => *pid,
+            _ => child.id(),
+        };
+        send(supervisor, rustix::process::Signal::TERM);
         let deadline = Instant::now() + Duration::from_secs(20);
         while Instant::now() < deadline {
             if matches!(child.try_wait(), Ok(Some(_))) {
@@ -532,7 +553,7 @@ pub(crate) fn processes() -> Vec<u32> {
         .collect()
 }
 
-fn descendants(pid: u32) -> Vec<u32> {
+pub(crate) fn descendants(pid: u32) -> Vec<u32> {
     let children =
         fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     children
