@@ -10,6 +10,7 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot, watch};
 
+use super::{files, steps::blocking};
 use crate::{
     journal::{self, Journal, Kind, Record},
     plan::{Answer, Entry, LinkChange, Refusal},
@@ -176,6 +177,10 @@ async fn run(
             let _caller_is_gone = reply.send(result.map(|()| answer));
         }
         while !refused.is_empty() && queue.is_empty() {
+            let full = layout.clone();
+            if let Ok(Err(error)) = blocking(move || files::give_reserve(&full)).await {
+                tracing::warn!(%error, "the journal's reserve could not be given up");
+            }
             let records: Vec<Record> = refused.values().cloned().collect();
             if journal.write(records).await.is_ok() {
                 refused.clear();
