@@ -227,10 +227,12 @@ impl Engine {
         let done = tokio::time::timeout(limit, drained.wait_for(|drained| *drained))
             .await
             .is_ok();
-        self.world
-            .committer
-            .committed(self.world.committer.submitted())
-            .await;
+        let submitted = self.world.committer.submitted();
+        // A journal that fails, as on a full disk, must not keep the agent from ending.
+        let written = tokio::time::timeout(limit, self.world.committer.committed(submitted))
+            .await
+            .is_ok();
+        let done = done && written;
         self.log.close();
         self.journal.clone().close().await;
         if done {
