@@ -49,6 +49,11 @@ fn main() -> ExitCode {
 }
 
 fn supervise_agent(args: Vec<OsString>) -> ExitCode {
+    if !rustix::process::geteuid().is_root() {
+        let error = preflight::Error::NotRoot;
+        eprintln!("branchpool-agent: {error}");
+        return ExitCode::from(error.exit_code());
+    }
     let path = match std::env::current_exe() {
         Ok(path) => path,
         Err(error) => {

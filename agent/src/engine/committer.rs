@@ -15,6 +15,7 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot, watch};
 
+use super::{files, steps::blocking};
 use crate::{
     journal::{self, Journal, Kind, Record},
     plan::{Answer, Entry, LinkChange, Refusal},
@@ -163,6 +164,7 @@ async fn run(
             queue.recv().await
         } else {
             let Ok(work) = tokio::time::timeout(RETRY, queue.recv()).await else {
+                give_reserve(&layout).await;
                 retries.offer(&queue).await;
                 retries.report(&done, last);
                 continue;
@@ -190,6 +192,14 @@ async fn run(
         }
         last = work.number;
         retries.report(&done, last);
+    }
+}
+
+/// On a full disk only what the journal cannot write would free space.
+async fn give_reserve(layout: &Layout) {
+    let full = layout.clone();
+    if let Ok(Err(error)) = blocking(move || files::give_reserve(&full)).await {
+        tracing::warn!(%error, "the journal's reserve could not be given up");
     }
 }
 

@@ -4,9 +4,11 @@ use std::{
     fs, io,
     io::Write,
     os::unix::fs::{OpenOptionsExt, PermissionsExt},
-    path::Path,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
+
+use crate::storage::Layout;
 
 /// Makes a directory with this mode, whatever the umask. One that exists stays as it is.
 pub(super) fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
@@ -43,4 +45,36 @@ pub(super) fn absent(result: io::Result<()>) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }
+}
+
+/// What the journal gets when the disk is full: without it no lease could be released, and nothing
+/// would ever free space.
+const RESERVE: u64 = 32 << 20;
+
+/// Sets the reserve aside, unless it is there.
+pub(super) fn keep_reserve(layout: &Layout) -> io::Result<()> {
+    let path = reserve(layout);
+    if path.exists() {
+        return Ok(());
+    }
+    let file = fs::File::create(&path)?;
+    let kept = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, RESERVE);
+    if kept.is_err() {
+        absent(fs::remove_file(&path))?;
+    }
+    Ok(kept?)
+}
+
+/// Gives the reserve to whoever writes next.
+pub(super) fn give_reserve(layout: &Layout) -> io::Result<()> {
+    match fs::remove_file(reserve(layout)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        // Its space comes back with a commit.
+        Ok(()) => branchpool_sys::btrfs::syncfs(branchpool_sys::btrfs::open_dir(layout.root())?),
+    }
+}
+
+fn reserve(layout: &Layout) -> PathBuf {
+    layout.state().join("reserve")
 }

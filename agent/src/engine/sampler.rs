@@ -5,7 +5,7 @@ use std::{fs, sync::Arc, time::Duration};
 
 use branchpool_agent_api::Gate;
 
-use super::{steps::blocking, world::World};
+use super::{files, steps::blocking, world::World};
 use crate::{
     plan::{Event, Pressure, Sample, pressure},
     storage::space,
@@ -35,6 +35,13 @@ pub(super) async fn run(world: Arc<World>) {
                         reason: "JournalFailing".to_owned(),
                         message: detail,
                     });
+                }
+                if now.gates.is_empty() {
+                    let world = Arc::clone(&world);
+                    let kept = blocking(move || files::keep_reserve(&world.layout)).await;
+                    if let Ok(Err(error)) = kept {
+                        tracing::warn!(%error, "no space could be set aside for the journal");
+                    }
                 }
                 if now != before {
                     let was_shut =

@@ -64,6 +64,13 @@ impl Node {
         let Some(pool) = self.pools.get_mut(uid) else {
             return;
         };
+        if let Some(failure) = &pool.build_failure
+            && failure.image_key != pool.spec.image_key
+        {
+            // Nobody wants that image any more.
+            pool.build_failure = None;
+            effects.pool_changed(uid);
+        }
         if pool.removed
             || pool
                 .newest()

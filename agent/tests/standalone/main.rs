@@ -5,13 +5,18 @@
 
 mod adoption;
 mod api;
+mod bad_input;
+mod bad_pools;
 mod burst;
 mod chaos;
 mod container;
+mod full_disk;
 mod image;
 mod inmate;
 mod inspect;
 mod isolation;
+#[path = "../loop_btrfs/mod.rs"]
+mod loop_btrfs;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
