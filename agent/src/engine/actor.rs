@@ -9,7 +9,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{committer::Reply, desired::Settings, perform, publish::Publisher, world::World};
-use crate::plan::{Action, Command, Effects, Event, Node, Refusal, Token};
+use crate::plan::{Action, Answer, Command, Effects, Event, Node, Refusal, Token};
 
 /// Most events taken in before what they led to is published.
 const BATCH: usize = 256;
@@ -101,19 +101,20 @@ impl Actor {
         let token = Token(self.next_token);
         self.replies.insert(token, envelope.reply);
         let applied = match &envelope.command {
-            Command::Apply { spec, .. } => Some(spec.uid.clone()),
+            Command::Apply { spec, body, .. } => Some((spec.uid.clone(), body.clone())),
             _ => None,
         };
-        if let (Some(uid), Some(settings)) = (&applied, envelope.settings) {
+        if let (Some((uid, body)), Some(settings)) = (&applied, envelope.settings) {
             let known = self.world.settings(uid);
             self.world.set_settings(uid.clone(), settings);
             self.take(Event::Command(token, envelope.command));
-            if !self.node.pools.contains_key(uid) {
-                self.world.drop_settings(uid);
-            } else if let Some(known) = known
-                && self.node.pools.get(uid).is_some_and(|pool| pool.removed)
-            {
-                self.world.set_settings(uid.clone(), known);
+            let pool = self.node.pools.get(uid);
+            if !pool.is_some_and(|pool| pool.body == *body) {
+                // Refused: what was in force stays so.
+                match known {
+                    Some(known) => self.world.set_settings(uid.clone(), known),
+                    None => self.world.drop_settings(uid),
+                }
             }
             return;
         }
@@ -145,6 +146,12 @@ impl Actor {
                 let reply = reply.and_then(|(token, answer)| {
                     self.replies.remove(&token).map(|reply| (reply, answer))
                 });
+                if let Some((_, answer)) = &reply
+                    && matches!(**answer, Answer::Pool(_))
+                {
+                    // Whoever is answered looks for the pool in what is published.
+                    self.publisher.publish(&self.node, &self.world);
+                }
                 self.world.committer.submit(entries, links, reply);
             }
             Action::Reply { token, answer } => {

@@ -197,7 +197,7 @@ async fn refusals_of_the_engine_say_what_is_wrong() {
     let renew_too_long = r#"{"ttlSeconds": 3601}"#;
     let stale = desired("empty", 2, good_spec()).to_string();
     let taken = desired("items", 1, good_spec()).to_string();
-    let token = r#"{"token": "t"}"#;
+    let once = r#"{"token": "t"}"#;
     let cases = [
         (
             "PUT",
@@ -242,7 +242,7 @@ async fn refusals_of_the_engine_say_what_is_wrong() {
         (
             "POST",
             "/v1/leases/ended/reset",
-            token,
+            once,
             410,
             "LeaseEnded",
             "Released",
