@@ -170,7 +170,7 @@ impl Actor {
     }
 }
 
-fn note_refusal(world: &World, answer: &Result<Box<crate::plan::Answer>, Refusal>) {
+fn note_refusal(world: &World, answer: &Result<Box<Answer>, Refusal>) {
     if let Err(refusal) = answer {
         world.metrics.refused(refusal);
     }
@@ -181,7 +181,7 @@ pub(super) async fn ask(
     commands: &mpsc::Sender<Envelope>,
     command: Command,
     settings: Option<Arc<Settings>>,
-) -> Option<Result<Box<crate::plan::Answer>, Refusal>> {
+) -> Option<Result<Box<Answer>, Refusal>> {
     let (reply, answer) = oneshot::channel();
     commands
         .send(Envelope {
