@@ -171,7 +171,10 @@ pub(super) fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Ru
             .processes()
             .is_ok_and(|processes| processes.contains(&file.pid));
         if still {
-            let ready = file.is_ready(file.pid);
+            // One that somebody was given, though the journal does not know of it, is not to be
+            // given to anybody else.
+            let unused = world.layout.branch_unused(id).exists();
+            let ready = unused && file.is_ready(file.pid);
             found.insert(
                 *id,
                 Running {

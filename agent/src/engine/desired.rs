@@ -42,7 +42,8 @@ pub(super) struct Settings {
 /// What a node can do for a pool.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Abilities<'a> {
-    pub(super) user_per_branch: bool,
+    /// Branches are kept apart well enough for superusers: users, IPC and network of their own.
+    pub(super) separate: bool,
     pub(super) default_concurrency: u32,
     pub(super) majors: &'a [u32],
 }
@@ -104,8 +105,8 @@ fn settings(
                 .to_owned(),
         );
     }
-    if spec.postgres.superuser && !node.user_per_branch {
-        refuse("spec.postgres.superuser", "superusers are allowed only where each branch has an OS user of its own, and this node lacks idmapped mounts on its branch filesystem: see the isolation level in the node's status".to_owned());
+    if spec.postgres.superuser && !node.separate {
+        refuse("spec.postgres.superuser", "superusers are allowed only where each branch has an OS user and namespaces of its own, which this node lacks: see its isolation in the node's status".to_owned());
     }
     let major = spec.postgres.version;
     if !node.majors.contains(&major) {

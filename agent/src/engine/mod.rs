@@ -46,7 +46,7 @@ use crate::{
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
-    storage::{Branches, ids::NodeKey},
+    storage::{Branches, ids::NodeKey, layout},
 };
 
 /// Commands that may wait for the core; more wait at their connections.
@@ -56,6 +56,8 @@ const EVENTS: usize = 4096;
 
 #[derive(Debug, Snafu)]
 pub enum Error {
+    #[snafu(display("{source}"))]
+    Layout { source: layout::Error },
     #[snafu(display("{source}"))]
     Journal { source: journal::Error },
     #[snafu(display("{source}"))]
@@ -74,7 +76,7 @@ impl Error {
     /// sysexits.h: 64 to 78 where a new try would end the same.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::NodeKey { .. } => 78,
+            Self::Layout { .. } | Self::NodeKey { .. } => 78,
             Self::Journal {
                 source: journal::Error::Locked { .. },
             } => 69,
@@ -118,6 +120,9 @@ impl Engine {
         let cgroup_layout = cgroup::Layout::detect().context(CgroupSnafu)?;
         let cgroups = Base::open(&cgroup_layout, &config.cgroup_name).context(CgroupSnafu)?;
         let (isolation, report) = isolation(&config, &cgroups).await?;
+        if report.user_per_branch {
+            config.layout.close_branches().context(LayoutSnafu)?;
+        }
         let (events, event_receiver) = mpsc::channel(EVENTS);
         let facts = Arc::new(Facts {
             name: config.name.clone(),
@@ -302,7 +307,7 @@ async fn blocking<T: Send + 'static>(
 /// the pools again.
 fn restore_settings(world: &World, facts: &Facts, records: &Records, default_concurrency: u32) {
     let abilities = desired::Abilities {
-        user_per_branch: facts.isolation.user_per_branch,
+        separate: separate(&facts.isolation),
         default_concurrency,
         majors: &facts.postgres_majors,
     };
@@ -321,6 +326,11 @@ fn restore_settings(world: &World, facts: &Facts, records: &Records, default_con
             }
         }
     }
+}
+
+/// Whether a superuser of one branch is kept from the others.
+fn separate(isolation: &IsolationReport) -> bool {
+    isolation.user_per_branch && isolation.ipc_namespace && isolation.network_namespace
 }
 
 /// Which walls this node can put between branches.

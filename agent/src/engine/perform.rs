@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use super::{
-    build,
+    build, files,
     steps::{self, blocking},
     stop,
     world::World,
@@ -139,6 +139,10 @@ fn hand_over(node: &Node, world: Arc<World>, branch: BranchId) {
         return;
     };
     let (slot, generation, pool) = (state.slot, state.generation, state.pool.clone());
+    // Before anybody hears of it.
+    if let Err(error) = files::absent(std::fs::remove_file(world.layout.branch_unused(&branch))) {
+        tracing::warn!(%branch, %error, "the branch is still marked as unused");
+    }
     tokio::spawn(async move {
         steps::hand_over(&world, branch, slot, generation, &pool).await;
     });

@@ -10,7 +10,7 @@ use branchpool_agent_api::{
     RenewRequest, ResetRequest, problem::reason,
 };
 
-use super::{Engine, desired};
+use super::{Engine, desired, separate};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
@@ -171,7 +171,7 @@ impl Engine {
     /// What this node can do for pools.
     fn abilities(&self) -> desired::Abilities<'_> {
         desired::Abilities {
-            user_per_branch: self.facts.isolation.user_per_branch,
+            separate: separate(&self.facts.isolation),
             default_concurrency: self.default_concurrency,
             majors: &self.facts.postgres_majors,
         }

@@ -187,7 +187,8 @@ async fn launch(
         inside: user,
     });
     let target = mount.as_ref().map(|mount| mount.target.clone());
-    let prepared = blocking(move || prepare(&layout, id, target.as_deref(), user, &text)).await;
+    let prepared =
+        blocking(move || prepare(&layout, id, target.as_deref(), user, phase, &text)).await;
     prepared
         .and_then(|result| result.map_err(|error| error.to_string()))
         .map_err(|error| {
@@ -309,6 +310,7 @@ fn prepare(
     id: BranchId,
     mount_target: Option<&Path>,
     user: User,
+    phase: Phase,
     config: &str,
 ) -> io::Result<()> {
     let run = layout.branch_run(&id);
@@ -324,6 +326,9 @@ fn prepare(
     )?;
     if let Some(target) = mount_target {
         files::make_dir(target, 0o711)?;
+    }
+    if phase == Phase::Warming {
+        files::replace(&layout.branch_unused(&id), "")?;
     }
     files::replace(&layout.branch_config(&id), config)
 }

@@ -14,6 +14,7 @@ mod command;
 mod completion;
 mod golden;
 mod lease;
+mod leasing;
 mod node;
 mod pool;
 mod pressure;

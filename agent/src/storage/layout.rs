@@ -120,6 +120,12 @@ impl Layout {
         self.create_run()
     }
 
+    /// Servers with a mount of their own need no way through the branches' directories, and nobody
+    /// else is to find what their superusers may leave there.
+    pub fn close_branches(&self) -> Result<(), Error> {
+        create_directory(&self.branches(), PRIVATE)
+    }
+
     fn create_run(&self) -> Result<(), Error> {
         if let Some(parent) = self.run.parent() {
             fs::create_dir_all(parent).context(CreateDirectorySnafu {
@@ -270,6 +276,11 @@ impl Layout {
 
     pub fn branch_config(&self, id: &BranchId) -> PathBuf {
         self.branch_run(id).join("postgresql.conf")
+    }
+
+    /// There as long as nobody was given the branch.
+    pub fn branch_unused(&self, id: &BranchId) -> PathBuf {
+        self.branch_run(id).join("unused")
     }
 
     pub fn branch_socket_dir(&self, id: &BranchId) -> PathBuf {
