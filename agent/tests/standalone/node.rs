@@ -316,15 +316,17 @@ impl Node {
         .await
     }
 
-    /// Waits until a lease is as wanted.
+    /// Waits until a lease is as wanted; the agent may be killed meanwhile.
     pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
-            let lease = self.client.get_lease(uid).await.unwrap();
-            if wanted(&lease) {
-                return lease;
+            let found = self.client.get_lease(uid).await;
+            match &found {
+                Ok(lease) if wanted(lease) => return lease.clone(),
+                Err(error) => assert!(error.is_transport(), "{uid}: {error}"),
+                Ok(_) => {}
             }
-            assert!(Instant::now() < deadline, "{lease:#?}\n{}", self.log());
+            assert!(Instant::now() < deadline, "{found:#?}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -467,14 +469,25 @@ impl Drop for Node {
         let deadline = Instant::now() + Duration::from_secs(20);
         while Instant::now() < deadline {
             if matches!(child.try_wait(), Ok(Some(_))) {
-                return;
+                break;
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         let _ = child.kill();
         let _ = child.wait();
-        for pid in self.postmasters() {
-            send(pid, rustix::process::Signal::KILL);
+        // One that had not yet taken over the servers of the last leaves them.
+        for postmaster in self.postmasters() {
+            for pid in descendants(postmaster).into_iter().chain([postmaster]) {
+                send(pid, rustix::process::Signal::KILL);
+                wait_gone(pid);
+            }
+        }
+        for group in crate::inspect::cgroups(self) {
+            for slot in fs::read_dir(&group).into_iter().flatten().flatten() {
+                // Files are not removed that way.
+                let _ = fs::remove_dir(slot.path());
+            }
+            let _ = fs::remove_dir(&group);
         }
     }
 }
