@@ -23,7 +23,7 @@ fn layout_directories_get_their_modes_back() {
     fs::set_permissions(layout.branches(), fs::Permissions::from_mode(0o777)).unwrap();
     fs::set_permissions(layout.mounts(), fs::Permissions::from_mode(0o700)).unwrap();
     layout.create().unwrap();
-    assert_eq!(mode(&layout.branches()), 0o700);
+    assert_eq!(mode(&layout.branches()), 0o711);
     assert_eq!(mode(&layout.trash().join("0f")), 0o700);
     assert_eq!(mode(&layout.mounts()), 0o711);
     assert_eq!(mode(&layout.run().join("e")), 0o711);
