@@ -382,6 +382,7 @@ async fn another_role_and_database_come_with_the_image_that_has_them() {
 async fn broken_manifests_change_nothing_and_a_removed_pool_ends_with_its_leases() {
     let mut manifest = Manifest::FIRST;
     let mut node = start(&manifest).await;
+    assert_eq!(complaint(&node).await, None);
     let kept = node.lease("items", "kept").await.unwrap();
     node.wait_full("items").await;
 
