@@ -334,10 +334,6 @@ fn generation_key(pool: &str, number: u64) -> String {
 }
 
 #[cfg(test)]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the committer's own queue has no bound of its own"
-)]
 mod tests {
     use super::*;
 

@@ -204,8 +204,9 @@ pub(crate) async fn a_source_with_a_stale_pid_file_is_taken(context: Arc<Context
         .source("stale")
         .filled("CREATE TABLE t AS SELECT 1 AS i");
     // A living process of the same user, which is no Postgres.
-    let mut sleeper = Command::new("runuser")
-        .args(["-u", "postgres", "--", "sleep", "600"])
+    let mut sleeper = Command::new("setpriv")
+        .args(["--reuid=postgres", "--regid=postgres", "--clear-groups"])
+        .args(["sleep", "600"])
         .current_dir("/")
         .spawn()
         .unwrap();
