@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 # Arguments for the programs behind `test` and `bench`, such as TEST_ARGS="-p branchpool-crds".
 TEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= all
 
 .PHONY: help
 help: ## List the targets
@@ -30,7 +30,8 @@ fmt: ## Format the code
 
 .PHONY: bench
 bench: setup ## Measure hand-out and refill beside a bare loop of the same system calls (root)
-	@cargo run --locked --release --package branchpool-bench -- $(BENCH_ARGS)
+	@cargo build --quiet --locked --release --package branchpool-agent
+	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
 .PHONY: generate
 generate: ## Write the generated files anew: CRD manifests, their reference page, the list of metrics

@@ -1,1 +1,167 @@
-fn main() {}
+//! Measures the real agent beside the bare calls that its work cannot do without. The two take turns
+//! in one run, and every sample is checked before it counts.
+
+mod account;
+mod agent;
+mod burst;
+mod checks;
+mod error;
+mod floor;
+mod http_floor;
+mod lease;
+mod machine;
+mod options;
+mod process;
+mod refill;
+mod report;
+mod workshop;
+
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
+
+use clap::{Parser, Subcommand};
+use serde::Serialize;
+use snafu::{ResultExt, whatever};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::timeout,
+};
+
+use crate::{
+    error::Result,
+    machine::Machine,
+    options::{Arguments, Options},
+    report::Table,
+};
+
+/// Measures hand-out and refill beside a bare loop of the same system calls
+#[derive(Debug, Parser)]
+#[command(name = "branchpool-bench", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Refill and lease, one after the other
+    All(Arguments),
+    /// Fill an empty pool; the floor makes as many branches with bare system calls
+    Refill(Arguments),
+    /// Lease all branches at once; the floor answers the same requests with a constant
+    Lease(Arguments),
+    /// Join a control group and become a program
+    #[command(hide = true)]
+    Enter {
+        group: PathBuf,
+        program: PathBuf,
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+    #[command(hide = true)]
+    Floor,
+    #[command(hide = true)]
+    HttpFloor { socket: PathBuf, answer: PathBuf },
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::All(arguments) => measure(arguments, true, true),
+        Command::Refill(arguments) => measure(arguments, true, false),
+        Command::Lease(arguments) => measure(arguments, false, true),
+        Command::Enter {
+            group,
+            program,
+            args,
+        } => process::enter(&group, &program, &args).map(|never| match never {}),
+        Command::Floor => floor::run(),
+        Command::HttpFloor { socket, answer } => serve_floor(socket, answer),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve_floor(socket: PathBuf, answer: PathBuf) -> Result<()> {
+    // As the agent's.
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .whatever_context("cannot make a runtime")?;
+    runtime.block_on(http_floor::serve(socket, answer))
+}
+
+fn measure(arguments: Arguments, refill: bool, lease: bool) -> Result<()> {
+    let options = arguments.settle()?;
+    // Mounts of this process end with it, however it ends.
+    branchpool_sys::namespace::private_mounts().whatever_context("cannot make mounts private")?;
+    // One thread: clients take as little as may be of the machine that they measure.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .whatever_context("cannot make a runtime")?;
+    runtime.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt()).whatever_context("no signals")?;
+        let mut terminate = signal(SignalKind::terminate()).whatever_context("no signals")?;
+        let work = async {
+            if refill {
+                run_refill(&options).await?;
+            }
+            if lease {
+                run_lease(&options).await?;
+            }
+            Ok(())
+        };
+        tokio::select! {
+            done = timeout(options.time_limit, work) => match done {
+                Ok(done) => done,
+                Err(_) => whatever!("given up after {} s", options.time_limit.as_secs()),
+            },
+            _ = interrupt.recv() => whatever!("interrupted"),
+            _ = terminate.recv() => whatever!("interrupted"),
+        }
+    })
+}
+
+async fn run_refill(options: &Options) -> Result<()> {
+    let machine = Machine::prepare(options.size)?;
+    let samples = refill::measure(&machine, options).await?;
+    let table = samples.table(options);
+    finish(
+        "refill",
+        &machine,
+        options,
+        &refill::CHECKS,
+        &samples,
+        &table,
+    )
+}
+
+async fn run_lease(options: &Options) -> Result<()> {
+    let machine = Machine::prepare(options.size)?;
+    let samples = lease::measure(&machine, options).await?;
+    let table = samples.table(options);
+    finish("lease", &machine, options, &lease::CHECKS, &samples, &table)
+}
+
+fn finish(
+    name: &str,
+    machine: &Machine,
+    options: &Options,
+    checks: &[&str],
+    samples: &impl Serialize,
+    table: &Table,
+) -> Result<()> {
+    let path = report::write(name, machine, options, checks, samples)?;
+    println!("{table}");
+    println!(
+        "  {} pairs, load {:.1}; raw samples: {}",
+        options.pairs,
+        report::load(),
+        path.display()
+    );
+    Ok(())
+}

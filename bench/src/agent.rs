@@ -1,0 +1,283 @@
+//! The real agent, in a process and a CPU account of its own, with one pool.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use branchpool_agent_api::{
+    Change, DesiredPool, PoolName, PoolStatus,
+    client::{Client, Target, Watch},
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use snafu::{OptionExt, ResultExt, whatever};
+use tokio::{
+    process::Child,
+    time::{sleep, timeout},
+};
+
+use crate::{account::Account, error::Result, machine::Machine, options::Options};
+
+pub(crate) const POOL: &str = "bench";
+pub(crate) const ROLE: &str = "app";
+pub(crate) const DATABASE: &str = "app";
+
+/// For anything that the agent is waited for.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+#[derive(Debug)]
+pub(crate) struct Agent {
+    child: Child,
+    pub(crate) account: Account,
+    pub(crate) client: Client,
+    pub(crate) run: PathBuf,
+    pub(crate) tcp: String,
+    log: PathBuf,
+    uid: String,
+    branches: u32,
+    generation: u64,
+}
+
+/// What happened until the pool was full.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    pub(crate) wall: Duration,
+    pub(crate) cpu: Duration,
+}
+
+fn spec(options: &Options, replicas: u32) -> Value {
+    json!({
+        "replicas": replicas,
+        "maxBranches": 2 * options.branches,
+        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE },
+        "source": { "sql": { "scripts": [{
+            "name": "items",
+            "sql": "CREATE TABLE items AS SELECT id, md5(id::text) AS body FROM generate_series(1, 100000) AS id;
+                    ALTER TABLE items ADD PRIMARY KEY (id);",
+        }] } },
+        "warming": { "mode": "Phased", "preconnect": "WhileWarming", "startConcurrency": options.starts, "preconnectConcurrency": options.starts },
+        // Deleted as soon as may be: the next sample waits for it.
+        "cleanup": { "tombstones": { "delay": "0s" } },
+    })
+}
+
+impl Agent {
+    /// Answering, its image built, its pool empty.
+    pub(crate) async fn start(machine: &Machine, options: &Options) -> Result<Self> {
+        let manifest = machine.directory().join("pool.json");
+        let object = json!({
+            "apiVersion": "branchpool.dev/v1alpha1",
+            "kind": "BranchPool",
+            "metadata": { "name": POOL },
+            "spec": spec(options, 0),
+        });
+        fs::write(&manifest, object.to_string()).whatever_context("cannot write the manifest")?;
+        let account = Account::create("agent")?;
+        let log = machine.directory().join("agent.log");
+        let output = fs::File::create(&log).whatever_context("cannot make the agent's log")?;
+        let errors = output
+            .try_clone()
+            .whatever_context("cannot make the agent's log")?;
+        let run = machine.run_directory();
+        let tcp = free_address()?;
+        let child = crate::process::in_account(&account, &options.agent)?
+            .arg("standalone")
+            .arg("-f")
+            .arg(&manifest)
+            .arg("--root")
+            .arg(machine.root())
+            .arg("--run-dir")
+            .arg(&run)
+            .args(["--listen", &tcp])
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors)
+            .spawn()
+            .with_whatever_context(|_| format!("cannot start {}", options.agent.display()))?;
+        let mut agent = Self {
+            child,
+            account,
+            client: Client::new(Target::Unix(run.join("agent.sock"))),
+            run,
+            tcp,
+            log,
+            uid: String::new(),
+            branches: options.branches,
+            generation: 1,
+        };
+        agent.wait_serving().await?;
+        let status = agent.wait(|pool| pool.golden.generation > 0).await?;
+        agent.uid = status.uid;
+        Ok(agent)
+    }
+
+    async fn wait_serving(&mut self) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.client.ready().await.is_err() {
+            let ended = self
+                .child
+                .try_wait()
+                .whatever_context("cannot wait for the agent")?;
+            if let Some(status) = ended {
+                whatever!("the agent ended with {status}: {}", self.log());
+            }
+            if Instant::now() > deadline {
+                whatever!("the agent does not answer: {}", self.log());
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn log(&self) -> String {
+        let text = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+
+    /// Changes the pool's size, as an operator does.
+    async fn set_target(&mut self, options: &Options, replicas: u32) -> Result<()> {
+        self.generation += 1;
+        let desired = DesiredPool {
+            namespace: PoolName::DEFAULT_NAMESPACE.to_owned(),
+            name: POOL.to_owned(),
+            generation: self.generation,
+            epoch: None,
+            spec: spec(options, replicas),
+        };
+        self.client
+            .apply_pool(&self.uid, &desired)
+            .await
+            .whatever_context("the pool was not taken in")?;
+        Ok(())
+    }
+
+    /// Fills the empty pool; timed from the request to the event that says that it is full.
+    pub(crate) async fn refill(&mut self, options: &Options) -> Result<Span> {
+        let mut watch = self.watch().await?;
+        let (cpu, started) = (self.account.cpu()?, Instant::now());
+        self.set_target(options, self.branches).await?;
+        let branches = self.branches;
+        self.follow(&mut watch, |pool| pool.ready == branches)
+            .await?;
+        let wall = started.elapsed();
+        let cpu = self.account.cpu()?.saturating_sub(cpu);
+        Ok(Span { wall, cpu })
+    }
+
+    /// Empties the pool, and waits until the last tombstone is gone.
+    pub(crate) async fn empty(&mut self, options: &Options) -> Result<Duration> {
+        let mut watch = self.watch().await?;
+        let started = Instant::now();
+        self.set_target(options, 0).await?;
+        self.follow(&mut watch, |pool| existing(pool) == 0).await?;
+        Ok(started.elapsed())
+    }
+
+    /// Waits until the pool is full and nothing else goes on.
+    pub(crate) async fn wait_calm(&self) -> Result<()> {
+        let branches = self.branches;
+        self.wait(|pool| pool.ready == branches && existing(pool) == branches)
+            .await?;
+        Ok(())
+    }
+
+    async fn watch(&self) -> Result<Watch> {
+        self.client
+            .watch(None)
+            .await
+            .whatever_context("cannot watch the agent")
+    }
+
+    async fn wait(&self, wanted: impl Fn(&PoolStatus) -> bool) -> Result<PoolStatus> {
+        self.follow(&mut self.watch().await?, wanted).await
+    }
+
+    async fn follow(
+        &self,
+        watch: &mut Watch,
+        wanted: impl Fn(&PoolStatus) -> bool,
+    ) -> Result<PoolStatus> {
+        let mut last = None;
+        let found = timeout(PATIENCE, async {
+            loop {
+                let event = watch
+                    .next()
+                    .await
+                    .whatever_context("the watch broke off")?
+                    .whatever_context("the agent ended the watch")?;
+                let pools = match event.change {
+                    Change::Snapshot { pools, .. } => pools,
+                    Change::Pool(pool) => vec![*pool],
+                    _ => continue,
+                };
+                for pool in pools {
+                    if pool.name.name == POOL {
+                        if wanted(&pool) {
+                            return Ok(pool);
+                        }
+                        last = Some(pool);
+                    }
+                }
+            }
+        })
+        .await;
+        match found {
+            Ok(found) => found,
+            Err(_) => whatever!(
+                "the pool did not become as waited for, but {last:?}; {}",
+                self.log()
+            ),
+        }
+    }
+
+    /// Directories of the sockets of all branches with a server.
+    pub(crate) fn socket_directories(&self) -> Result<Vec<PathBuf>> {
+        let directory = self.run.join("b");
+        let entries = fs::read_dir(&directory)
+            .with_whatever_context(|_| format!("cannot read {}", directory.display()))?;
+        Ok(entries
+            .flatten()
+            .map(|entry| entry.path().join("s"))
+            .filter(|sockets| sockets.join(".s.PGSQL.5432").exists())
+            .collect())
+    }
+
+    /// Stops the agent in order, and makes sure that nothing of it is left.
+    pub(crate) async fn stop(mut self, root: &Path) -> Result<()> {
+        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
+        let pid = pid
+            .and_then(Pid::from_raw)
+            .whatever_context("the agent is gone")?;
+        kill_process(pid, Signal::TERM).whatever_context("cannot stop the agent")?;
+        let status = timeout(PATIENCE, self.child.wait())
+            .await
+            .whatever_context("the agent does not stop")?
+            .whatever_context("cannot wait for the agent")?;
+        if !status.success() {
+            whatever!("the agent ended with {status}: {}", self.log());
+        }
+        let left = self.account.processes();
+        if !left.is_empty() {
+            whatever!("the agent left processes behind: {left:?}");
+        }
+        for kind in ["branches", "trash"] {
+            crate::checks::shards_are_empty(&root.join(kind))?;
+        }
+        Ok(())
+    }
+}
+
+fn existing(pool: &PoolStatus) -> u32 {
+    pool.ready + pool.warming + pool.leased + pool.cleaning + pool.quarantined + pool.tombstones
+}
+
+/// Free a moment ago; the agent takes no port 0.
+fn free_address() -> Result<String> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0");
+    let address = listener.and_then(|listener| listener.local_addr());
+    Ok(address.whatever_context("no free TCP port")?.to_string())
+}
