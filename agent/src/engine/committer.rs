@@ -177,7 +177,14 @@ async fn run(
             None => Ok(()),
         };
         let wrote = written.is_ok() && !work.records.is_empty();
-        let result = retries.note(written, work.records);
+        let mut result = retries.note(written, work.records);
+        if result.is_err() {
+            give_reserve(&layout).await;
+            retries.offer(&queue).await;
+            if retries.refused.is_empty() {
+                result = Ok(());
+            }
+        }
         apply_links(&layout, &work.links);
         if let Some((reply, answer)) = work.reply {
             // An error means that the core ended.

@@ -7,8 +7,8 @@ use rustix::process::Signal;
 use tokio_postgres::Client;
 
 use crate::{
-    inspect::{Inventory, cgroups, start_time},
-    node::{Node, Setup, ask, connect, pool, send, wait_gone},
+    inspect::{Inventory, start_time},
+    node::{Node, Setup, ask, cgroups, connect, pool, send, wait_gone},
 };
 
 const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";

@@ -320,7 +320,7 @@ async fn a_second_agent_and_senseless_requests_leave_the_first_alone() {
         refused(&arguments, code, sentence);
     };
     with(&other_run, &data, 69, "journal.db");
-    with(&run, &data, 69, "journal.db");
+    with(&run, &data, 78, "another agent listens at");
     with(&run, &other_data, 78, "another agent listens at");
 
     let long = "n".repeat(253);

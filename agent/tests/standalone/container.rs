@@ -8,8 +8,8 @@ use std::{
 use rustix::process::Signal;
 
 use crate::{
-    inspect::{cgroups, start_time},
-    node::{Node, Setup, ask, command_of, connect, pool, send},
+    inspect::start_time,
+    node::{Node, Setup, ask, cgroups, command_of, connect, pool, send},
 };
 
 fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {

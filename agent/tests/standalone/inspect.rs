@@ -239,29 +239,3 @@ pub(crate) fn start_time(pid: u32) -> u64 {
         .parse()
         .unwrap()
 }
-
-/// The directories of the node's cgroups, in all hierarchies.
-pub(crate) fn cgroups(node: &Node) -> Vec<PathBuf> {
-    let root = node.image().parent().unwrap().join("root");
-    let digest = HEXLOWER.encode(&Sha256::digest(root.as_os_str().as_encoded_bytes()));
-    let name = format!("branchpool-{}", &digest[..12]);
-    let mut found = Vec::new();
-    search(Path::new("/sys/fs/cgroup"), &name, &mut found);
-    found
-}
-
-fn search(directory: &Path, name: &str, found: &mut Vec<PathBuf>) {
-    let Ok(entries) = fs::read_dir(directory) else {
-        return;
-    };
-    for entry in entries.flatten() {
-        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            continue;
-        }
-        if entry.file_name() == name {
-            found.push(entry.path());
-        } else {
-            search(&entry.path(), name, found);
-        }
-    }
-}

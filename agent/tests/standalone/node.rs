@@ -11,6 +11,8 @@ use branchpool_agent_api::{
     Lease, LeaseRequest, PoolName, PoolStatus, ResetRequest,
     client::{Client, ClientError, Target},
 };
+use data_encoding::HEXLOWER;
+use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use tokio_postgres::NoTls;
 
@@ -482,7 +484,7 @@ impl Drop for Node {
                 wait_gone(pid);
             }
         }
-        for group in crate::inspect::cgroups(self) {
+        for group in cgroups(self) {
             for slot in fs::read_dir(&group).into_iter().flatten().flatten() {
                 // Files are not removed that way.
                 let _ = fs::remove_dir(slot.path());
@@ -577,4 +579,30 @@ pub(crate) fn descendants(pid: u32) -> Vec<u32> {
 
 pub(crate) fn command_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
+}
+
+/// The directories of the node's cgroups, in all hierarchies.
+pub(crate) fn cgroups(node: &Node) -> Vec<PathBuf> {
+    let root = node.image().parent().unwrap().join("root");
+    let digest = HEXLOWER.encode(&Sha256::digest(root.as_os_str().as_encoded_bytes()));
+    let name = format!("branchpool-{}", &digest[..12]);
+    let mut found = Vec::new();
+    search(Path::new("/sys/fs/cgroup"), &name, &mut found);
+    found
+}
+
+fn search(directory: &Path, name: &str, found: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            continue;
+        }
+        if entry.file_name() == name {
+            found.push(entry.path());
+        } else {
+            search(&entry.path(), name, found);
+        }
+    }
 }

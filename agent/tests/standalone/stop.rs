@@ -6,8 +6,8 @@ use branchpool_agent_api::{Lease, LeasePhase, LeaseRequest};
 use rustix::process::Signal;
 
 use crate::{
-    inspect::{Inventory, cgroups},
-    node::{Node, Setup, ask, command_of, connect, descendants, pool, request, send},
+    inspect::Inventory,
+    node::{Node, Setup, ask, cgroups, command_of, connect, descendants, pool, request, send},
 };
 
 const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";

@@ -3,7 +3,10 @@
 use std::{collections::BTreeMap, fs};
 
 use super::Chaos;
-use crate::inspect::{Inventory, cgroups, journal};
+use crate::{
+    inspect::{Inventory, journal},
+    node::cgroups,
+};
 
 impl Chaos {
     /// Lets everything come to rest, and looks at all that is left.
