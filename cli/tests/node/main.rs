@@ -311,11 +311,14 @@ async fn a_signal_ends_the_command_and_gives_the_branch_back() {
         ("term", Signal::TERM),
         ("hup", Signal::HUP),
     ] {
-        let child = holding(&node, id, &[]).await;
+        let mut child = holding(&node, id, &[]).await;
+        // Kept open: its end would end the command as well.
+        let stdin = child.stdin.take();
         let lease = node.client.get_lease(id).await.unwrap();
         let server = node.postmaster_of(&lease.branch).unwrap();
         send(signal, &child);
         let output = finish(child).await;
+        drop(stdin);
         assert_eq!(
             output.status.code(),
             Some(128 + signal.as_raw()),
