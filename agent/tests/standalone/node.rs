@@ -1,5 +1,10 @@
 //! A real standalone agent on a real Btrfs in a file, with real Postgres.
 
+#[path = "node/processes.rs"]
+mod processes;
+#[path = "node/sql.rs"]
+mod sql;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -11,10 +16,12 @@ use branchpool_agent_api::{
     Lease, LeaseRequest, PoolName, PoolStatus, ResetRequest,
     client::{Client, ClientError, Target},
 };
-use data_encoding::HEXLOWER;
-use sha2::{Digest, Sha256};
 use tempfile::TempDir;
-use tokio_postgres::NoTls;
+
+pub(crate) use self::{
+    processes::{cgroups, command_of, descendants, processes, send, wait_gone},
+    sql::{ask, connect},
+};
 
 /// A pool of a database with one table `items (id, body)` of three rows.
 pub(crate) fn pool(name: &str, replicas: u32, max_branches: u32, more: &str) -> String {
@@ -507,102 +514,5 @@ pub(crate) fn request(pool: &str) -> LeaseRequest {
         ttl_seconds: None,
         holder: None,
         epoch: None,
-    }
-}
-
-/// A client's session on a lease.
-pub(crate) async fn connect(
-    lease: &Lease,
-) -> Result<tokio_postgres::Client, tokio_postgres::Error> {
-    connect_at(&lease.host, &lease.user, &lease.database).await
-}
-
-pub(crate) async fn connect_at(
-    host: &str,
-    user: &str,
-    database: &str,
-) -> Result<tokio_postgres::Client, tokio_postgres::Error> {
-    let mut config = tokio_postgres::Config::new();
-    config.host_path(host).user(user).dbname(database);
-    let (client, connection) = config.connect(NoTls).await?;
-    tokio::spawn(connection);
-    Ok(client)
-}
-
-/// The first column of all rows, as text, joined by commas.
-pub(crate) async fn ask(
-    client: &tokio_postgres::Client,
-    sql: &str,
-) -> Result<String, tokio_postgres::Error> {
-    let rows = client.simple_query(sql).await?;
-    let values = rows.iter().filter_map(|message| match message {
-        tokio_postgres::SimpleQueryMessage::Row(row) => {
-            Some(row.get(0).unwrap_or("NULL").to_owned())
-        }
-        _ => None,
-    });
-    Ok(values.collect::<Vec<_>>().join(","))
-}
-
-pub(crate) fn send(pid: u32, signal: rustix::process::Signal) {
-    if let Some(pid) = i32::try_from(pid)
-        .ok()
-        .and_then(rustix::process::Pid::from_raw)
-    {
-        let _gone = rustix::process::kill_process(pid, signal);
-    }
-}
-
-pub(crate) fn wait_gone(pid: u32) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while Path::new(&format!("/proc/{pid}/exe")).read_link().is_ok() {
-        assert!(Instant::now() < deadline, "process {pid} does not go");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-pub(crate) fn processes() -> Vec<u32> {
-    let entries = fs::read_dir("/proc").unwrap();
-    entries
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .collect()
-}
-
-pub(crate) fn descendants(pid: u32) -> Vec<u32> {
-    let children =
-        fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    children
-        .split_whitespace()
-        .filter_map(|pid| pid.parse().ok())
-        .collect()
-}
-
-pub(crate) fn command_of(pid: u32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
-}
-
-/// The directories of the node's cgroups, in all hierarchies.
-pub(crate) fn cgroups(node: &Node) -> Vec<PathBuf> {
-    let root = node.image().parent().unwrap().join("root");
-    let digest = HEXLOWER.encode(&Sha256::digest(root.as_os_str().as_encoded_bytes()));
-    let name = format!("branchpool-{}", &digest[..12]);
-    let mut found = Vec::new();
-    search(Path::new("/sys/fs/cgroup"), &name, &mut found);
-    found
-}
-
-fn search(directory: &Path, name: &str, found: &mut Vec<PathBuf>) {
-    let Ok(entries) = fs::read_dir(directory) else {
-        return;
-    };
-    for entry in entries.flatten() {
-        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            continue;
-        }
-        if entry.file_name() == name {
-            found.push(entry.path());
-        } else {
-            search(&entry.path(), name, found);
-        }
     }
 }

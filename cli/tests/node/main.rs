@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[allow(dead_code)] // Shared with tests that use more of it.
+#[allow(dead_code, unused_imports)] // Shared with tests that use more of it.
 #[path = "../../../agent/tests/standalone/node.rs"]
 mod node;
 #[allow(dead_code)]
