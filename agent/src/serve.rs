@@ -169,6 +169,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
     }
     let layout = Layout::new(root, &common.run_dir)?;
     layout.create()?;
+    let open_api = common.listen.is_some() && common.token_file.is_none();
     let socket = layout.agent_socket();
     // Before any server is started: an address that cannot be had ends the agent. Callers wait in
     // the backlog.
@@ -193,6 +194,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         },
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
+        open_api,
         default_concurrency: cores + 1,
     })
     .await?;

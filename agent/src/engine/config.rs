@@ -30,6 +30,8 @@ pub struct Config {
     pub build_time_limit: Duration,
     /// Bytes of a server log; a longer one is cut.
     pub log_cap: u64,
+    /// The API is served on TCP to whoever asks.
+    pub open_api: bool,
     /// Starts at a time in pools that do not say.
     pub default_concurrency: u32,
 }

@@ -40,19 +40,21 @@ pub(super) struct Settings {
 }
 
 /// What a node can do for a pool.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Abilities<'a> {
+#[derive(Clone, Debug)]
+pub(super) struct Abilities {
     /// Branches are kept apart well enough for superusers: users, IPC and network of their own.
     pub(super) separate: bool,
+    /// Whoever reaches the node's own addresses may use the agent's API.
+    pub(super) open_api: bool,
     pub(super) default_concurrency: u32,
-    pub(super) majors: &'a [u32],
+    pub(super) majors: Vec<u32>,
 }
 
 /// Checks a desired pool as the API server would, and against what this node can do.
 pub(super) fn convert(
     uid: &PoolUid,
     desired: &DesiredPool,
-    node: Abilities<'_>,
+    node: &Abilities,
 ) -> Result<(PoolSpec, Settings), Problem> {
     let spec = admit(desired).map_err(Problem::invalid_fields)?;
     let (settings, refused) = settings(&spec, desired, node);
@@ -89,7 +91,7 @@ fn admit(desired: &DesiredPool) -> Result<BranchPoolSpec, Vec<FieldError>> {
 fn settings(
     spec: &BranchPoolSpec,
     desired: &DesiredPool,
-    node: Abilities<'_>,
+    node: &Abilities,
 ) -> (Settings, Vec<FieldError>) {
     let mut refused = Vec::new();
     let mut refuse = |field: &str, message: String| refused.push(FieldError::new(field, message));
@@ -107,6 +109,9 @@ fn settings(
     }
     if spec.postgres.superuser && !node.separate {
         refuse("spec.postgres.superuser", "superusers are allowed only where each branch has an OS user and namespaces of its own, which this node lacks: see its isolation in the node's status".to_owned());
+    }
+    if spec.network.outbound == Outbound::Allow && node.open_api {
+        refuse("spec.network.outbound", "a branch with outward connections would reach this agent's API, which is served on TCP without a token: give the agent a --token-file, or leave out --listen".to_owned());
     }
     let major = spec.postgres.version;
     if !node.majors.contains(&major) {
@@ -213,7 +218,7 @@ fn plan_spec(
     name: PoolName,
     generation: u64,
     spec: &BranchPoolSpec,
-    node: Abilities<'_>,
+    node: &Abilities,
 ) -> PoolSpec {
     let postgres = &spec.postgres;
     let (lease, cleanup, warming) = (&spec.lease, &spec.cleanup, &spec.warming);
@@ -284,4 +289,87 @@ fn digest(value: &impl Serialize) -> String {
     // Maps are sorted, so equal specs have equal texts.
     let text = serde_json::to_value(value).map(|value: Value| value.to_string());
     HEXLOWER.encode(&Sha256::digest(text.unwrap_or_default())[..16])
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn refused(spec: Value, node: &Abilities) -> Vec<String> {
+        let desired = DesiredPool {
+            namespace: "default".to_owned(),
+            name: "shop".to_owned(),
+            generation: 1,
+            epoch: None,
+            spec,
+        };
+        let uid = "pool".parse().unwrap();
+        match convert(&uid, &desired, node) {
+            Ok(_) => Vec::new(),
+            Err(problem) => problem
+                .errors
+                .into_iter()
+                .map(|error| error.field)
+                .collect(),
+        }
+    }
+
+    fn able() -> Abilities {
+        Abilities {
+            separate: true,
+            open_api: false,
+            default_concurrency: 3,
+            majors: vec![15],
+        }
+    }
+
+    #[test]
+    fn superusers_need_branches_that_are_kept_apart() {
+        let spec = json!({
+            "postgres": { "version": 15, "superuser": true },
+            "source": { "sql": {} },
+        });
+        assert_eq!(refused(spec.clone(), &able()), [] as [&str; 0]);
+        let shared = Abilities {
+            separate: false,
+            ..able()
+        };
+        assert_eq!(refused(spec, &shared), ["spec.postgres.superuser"]);
+    }
+
+    #[test]
+    fn branches_that_reach_outward_do_not_reach_an_open_api() {
+        let spec = json!({
+            "postgres": { "version": 15 },
+            "source": { "sql": {} },
+            "network": { "outbound": "Allow" },
+        });
+        assert_eq!(refused(spec.clone(), &able()), [] as [&str; 0]);
+        let open = Abilities {
+            open_api: true,
+            ..able()
+        };
+        assert_eq!(refused(spec, &open), ["spec.network.outbound"]);
+    }
+
+    #[test]
+    fn what_this_version_lacks_is_named_and_not_ignored() {
+        let spec = json!({
+            "postgres": { "version": 16 },
+            "source": { "physical": { "secretRef": { "name": "primary" } } },
+            "refresh": { "schedule": "@daily" },
+            "lease": { "idleTimeout": "5m" },
+        });
+        let mut fields = refused(spec, &able());
+        fields.sort();
+        let expected = [
+            "spec.lease.idleTimeout",
+            "spec.postgres.version",
+            "spec.refresh.schedule",
+            "spec.source",
+        ];
+        assert_eq!(fields, expected);
+    }
 }

@@ -37,6 +37,7 @@ pub use config::Config;
 use self::{
     actor::{Actor, Envelope},
     committer::Committer,
+    desired::Abilities,
     metrics::Metrics,
     publish::{Facts, Publisher},
     world::{Clock, Parts, World},
@@ -95,8 +96,7 @@ pub struct Engine {
     commands: mpsc::Sender<Envelope>,
     log: WatchLog,
     world: Arc<World>,
-    facts: Arc<Facts>,
-    default_concurrency: u32,
+    abilities: Arc<Abilities>,
     drained: watch::Receiver<bool>,
     events: mpsc::Sender<crate::plan::Event>,
     journal: Journal,
@@ -171,7 +171,13 @@ impl Engine {
             }
             world.set_image(pool, number, facts);
         }
-        restore_settings(&world, &facts, &records, config.default_concurrency);
+        let abilities = Arc::new(Abilities {
+            separate: separate(&report),
+            open_api: config.open_api,
+            default_concurrency: config.default_concurrency,
+            majors: facts.postgres_majors.clone(),
+        });
+        restore_settings(&world, &abilities, &records);
         boot::take_over(&world, running).await;
 
         let rng = StdRng::from_rng(&mut rand::rng());
@@ -201,8 +207,7 @@ impl Engine {
             commands,
             log,
             world,
-            facts,
-            default_concurrency: config.default_concurrency,
+            abilities,
             drained,
             events,
             journal,
@@ -305,12 +310,7 @@ async fn blocking<T: Send + 'static>(
 
 /// Settings of the pools that the journal knows, so that leases can be served before anybody sends
 /// the pools again.
-fn restore_settings(world: &World, facts: &Facts, records: &Records, default_concurrency: u32) {
-    let abilities = desired::Abilities {
-        separate: separate(&facts.isolation),
-        default_concurrency,
-        majors: &facts.postgres_majors,
-    };
+fn restore_settings(world: &World, abilities: &Abilities, records: &Records) {
     for (uid, record) in &records.pools {
         let desired = serde_json::from_value(record.body.clone());
         let Ok(desired) = desired else {

@@ -10,7 +10,7 @@ use branchpool_agent_api::{
     RenewRequest, ResetRequest, problem::reason,
 };
 
-use super::{Engine, desired, separate};
+use super::{Engine, desired};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
@@ -167,15 +167,6 @@ impl Engine {
             other => Err(unexpected(&other)),
         }
     }
-
-    /// What this node can do for pools.
-    fn abilities(&self) -> desired::Abilities<'_> {
-        desired::Abilities {
-            separate: separate(&self.facts.isolation),
-            default_concurrency: self.default_concurrency,
-            majors: &self.facts.postgres_majors,
-        }
-    }
 }
 
 fn unexpected(answer: &Answer) -> Problem {
@@ -280,7 +271,7 @@ impl Service for Engine {
         let uid: PoolUid = uid.parse().map_err(|error: crate::storage::ids::Error| {
             Problem::invalid_field("uid", error.to_string())
         })?;
-        let (spec, settings) = desired::convert(&uid, &desired, self.abilities())?;
+        let (spec, settings) = desired::convert(&uid, &desired, &self.abilities)?;
         let body = serde_json::to_value(&desired)
             .map_err(|error| Problem::new(500, "Encoding", error.to_string()))?;
         let command = Command::Apply {
