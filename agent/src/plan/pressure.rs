@@ -34,9 +34,10 @@ fn with_slack(bound: u64, shut: bool) -> u64 {
     if shut { bound + bound / 4 } else { bound }
 }
 
-/// Free bytes below which no branch is made: 5 % of the filesystem, within 64 MiB and 10 GiB.
+/// Free bytes below which no branch is made: 5 % of the filesystem, within 128 MiB and 10 GiB. Btrfs
+/// keeps the last 50 MiB or so of what it calls free for itself.
 fn least_free(space: &Space) -> u64 {
-    (space.total / 20).clamp(64 * MIB, 10 * GIB)
+    (space.total / 20).clamp(128 * MIB, 10 * GIB)
 }
 
 /// Room for metadata below which no branch is made: 1 %, within 16 MiB and 1 GiB.

@@ -121,9 +121,6 @@ pub fn render(profile: &Profile, phase: Phase) -> String {
     for (name, value) in BASE {
         set(name, value);
     }
-    if profile.tuning == Tuning::Ephemeral {
-        set("synchronous_commit", "off");
-    }
     for (name, value) in &profile.carried_over {
         set(name, value);
     }
@@ -293,7 +290,14 @@ mod tests {
         assert_eq!(value(&text, "max_logical_replication_workers"), Some("'4'"));
         let text = render(&profile(Tuning::Durable, &[]), Phase::Warming);
         assert_eq!(value(&text, "max_wal_senders"), Some("'0'"));
-        assert_eq!(value(&text, "synchronous_commit"), None);
+    }
+
+    #[test]
+    fn a_commit_is_handed_to_the_kernel_before_it_is_answered() {
+        for tuning in [Tuning::Ephemeral, Tuning::Durable] {
+            let text = render(&profile(tuning, &[]), Phase::HandedOver);
+            assert_eq!(value(&text, "synchronous_commit"), None, "{tuning:?}");
+        }
     }
 
     #[test]

@@ -25,8 +25,6 @@ impl Holder {
     async fn new(node: &Node, uid: &str) -> Self {
         let lease = node.lease_patiently("items", uid).await;
         let client = connect(&lease).await.unwrap();
-        // An ephemeral branch may otherwise lose its last commits with its server.
-        ask(&client, "SET synchronous_commit = on").await.unwrap();
         ask(&client, &format!("INSERT INTO items VALUES (100, '{uid}')"))
             .await
             .unwrap();

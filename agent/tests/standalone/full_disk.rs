@@ -23,7 +23,7 @@ async fn fill_until_gated(node: &Node, filler: &Inmate) {
         }
         assert!(Instant::now() < deadline, "{:?}", status.space);
         // Slower once it is nearly there: the space is measured once a second.
-        if status.space.free > 160 << 20 {
+        if status.space.free > 256 << 20 {
             let said = filler
                 .run(&format!(
                     "head -c 64M /dev/urandom > {0}/fill.{number} && sync -f {0}",

@@ -26,8 +26,6 @@ fn boot_anew(node: &Node) {
 async fn held(node: &Node, pool: &str, uid: &str) -> Lease {
     let lease = node.lease_patiently(pool, uid).await;
     let client = connect(&lease).await.unwrap();
-    // An ephemeral branch may otherwise lose its last commits in a crash.
-    ask(&client, "SET synchronous_commit = on").await.unwrap();
     ask(&client, &format!("INSERT INTO items VALUES (100, '{uid}')"))
         .await
         .unwrap();

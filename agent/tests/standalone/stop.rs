@@ -15,8 +15,6 @@ const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
 async fn held(node: &Node, uid: &str) -> Lease {
     let lease = node.lease_patiently("items", uid).await;
     let client = connect(&lease).await.unwrap();
-    // Against the loss of the last commits of an ephemeral branch.
-    ask(&client, "SET synchronous_commit = on").await.unwrap();
     ask(&client, &format!("INSERT INTO items VALUES (100, '{uid}')"))
         .await
         .unwrap();

@@ -49,7 +49,7 @@ pub struct Postgres {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "parameters_schema")]
     pub parameters: BTreeMap<String, String>,
-    /// Ephemeral: fsync, full_page_writes and synchronous_commit are off, a branch does not survive a reboot of its node. Durable: all on.
+    /// Ephemeral: fsync and full_page_writes are off, a branch survives a crash of its server but no reboot of its node. Durable: both on.
     #[serde(default)]
     pub tuning: Tuning,
     /// Whether the role is a superuser. Refused on nodes that cannot give each branch an OS user of its own.

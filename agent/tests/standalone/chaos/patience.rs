@@ -61,8 +61,6 @@ pub(super) async fn mark(node: &Node, held: &mut Held, text: &str) {
 }
 
 async fn try_mark(client: &Client, text: &str) -> Result<String, tokio_postgres::Error> {
-    // An ephemeral branch may otherwise lose its last commits with its server.
-    ask(client, "SET synchronous_commit = on").await?;
     let seen = ask(client, "SELECT body FROM items ORDER BY id").await?;
     let insert = format!("INSERT INTO items VALUES (100, '{text}') ON CONFLICT DO NOTHING");
     ask(client, &insert).await?;
