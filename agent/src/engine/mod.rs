@@ -8,6 +8,7 @@ mod config;
 mod desired;
 mod files;
 mod metrics;
+mod pace;
 mod perform;
 mod publish;
 mod sampler;
