@@ -26,7 +26,7 @@ pub(crate) const ROLE: &str = "app";
 pub(crate) const DATABASE: &str = "app";
 
 /// For anything that the agent is waited for.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_mins(2);
 
 #[derive(Debug)]
 pub(crate) struct Agent {
@@ -51,7 +51,7 @@ pub(crate) struct Span {
 fn spec(options: &Options, replicas: u32) -> Value {
     json!({
         "replicas": replicas,
-        "maxBranches": 2 * options.branches,
+        "maxBranches": options.max_branches,
         "postgres": { "version": options.major, "database": DATABASE, "role": ROLE },
         "source": { "sql": { "scripts": [{
             "name": "items",
@@ -81,7 +81,7 @@ impl Agent {
         let errors = output
             .try_clone()
             .whatever_context("cannot make the agent's log")?;
-        let run = machine.run_directory();
+        let run = machine.memory().join("run");
         let tcp = free_address()?;
         let child = crate::process::in_account(&account, &options.agent)?
             .arg("standalone")

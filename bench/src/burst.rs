@@ -104,6 +104,14 @@ pub(crate) fn put(path: &str, body: &str) -> Vec<u8> {
     .into_bytes()
 }
 
+/// Makes a connection one that is kept alive: it has had an answer, whatever that says.
+pub(crate) async fn prime(connection: &mut Connection) -> Result<()> {
+    connection
+        .ask(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        .await?;
+    Ok(())
+}
+
 /// Sends one request over each connection, all at once.
 pub(crate) async fn run(
     connections: &mut Vec<Connection>,

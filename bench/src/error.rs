@@ -15,13 +15,12 @@ pub(crate) struct Failure {
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
 fn cause(source: Option<&Cause>) -> String {
-    source.map_or_else(String::new, |source| {
-        let mut text = format!(": {source}");
-        let mut next = source.source();
-        while let Some(cause) = next {
-            text.push_str(&format!(": {cause}"));
-            next = cause.source();
-        }
-        text
-    })
+    let mut text = String::new();
+    let mut next: Option<&dyn std::error::Error> = source.map(|source| &**source as _);
+    while let Some(cause) = next {
+        text += ": ";
+        text += &cause.to_string();
+        next = cause.source();
+    }
+    text
 }

@@ -27,7 +27,7 @@ use crate::{
     options::Options,
 };
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_mins(2);
 const DATA: &str = "{data}";
 const CONFIG: &str = "{config}";
 const SOCKETS: &str = "{sockets}";
@@ -66,7 +66,7 @@ impl Plan {
     /// Taken from a server that the agent has started just now.
     fn of(agent: &Agent, machine: &Machine, options: &Options) -> Result<Self> {
         let server = Server::find(agent)?;
-        let run = machine.directory().join("floor");
+        let run = machine.memory().join("floor");
         fs::create_dir_all(&run).whatever_context("cannot make the floor's run directory")?;
         let config = run.join("postgresql.conf");
         fs::copy(server.value("config_file")?, &config)

@@ -78,16 +78,16 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
     agent.refill(options).await?;
     agent.wait_calm().await?;
     let mut agents = [
-        Server::agent(&agent, Transport::Unix, options).await?,
-        Server::agent(&agent, Transport::Tcp, options).await?,
+        Server::agent(&agent, Transport::Unix, options),
+        Server::agent(&agent, Transport::Tcp, options),
     ];
     // Of the agent's own making, for its size.
     let answer = agents[0].warm_up(&agent).await?;
     agent.wait_calm().await?;
     let floor = Floor::start(machine, &answer).await?;
     let mut floors = [
-        Server::floor(&floor, Transport::Unix, options).await?,
-        Server::floor(&floor, Transport::Tcp, options).await?,
+        Server::floor(&floor, Transport::Unix, options),
+        Server::floor(&floor, Transport::Tcp, options),
     ];
     let mut samples: [(Vec<Sample>, Vec<Sample>); 2] = Default::default();
     for round in 0..options.warmups + options.pairs {
@@ -143,48 +143,48 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
     })
 }
 
-/// Kept-alive connections to one of the two servers.
+/// One of the two servers, by one transport.
 struct Server {
     transport: Transport,
-    connections: Vec<Connection>,
+    socket: PathBuf,
+    tcp: String,
     bursts: u32,
     branches: u32,
 }
 
 impl Server {
-    async fn agent(agent: &Agent, transport: Transport, options: &Options) -> Result<Self> {
-        Self::connect(
-            transport,
-            &agent.run.join("agent.sock"),
-            &agent.tcp,
-            options,
-        )
-        .await
+    fn agent(agent: &Agent, transport: Transport, options: &Options) -> Self {
+        let socket = agent.run.join("agent.sock");
+        Self::new(transport, socket, &agent.tcp, options)
     }
 
-    async fn floor(floor: &Floor, transport: Transport, options: &Options) -> Result<Self> {
-        Self::connect(transport, &floor.socket, &floor.tcp, options).await
+    fn floor(floor: &Floor, transport: Transport, options: &Options) -> Self {
+        Self::new(transport, floor.socket.clone(), &floor.tcp, options)
     }
 
-    async fn connect(
-        transport: Transport,
-        socket: &std::path::Path,
-        tcp: &str,
-        options: &Options,
-    ) -> Result<Self> {
-        let mut connections = Vec::new();
-        for _ in 0..options.branches {
-            connections.push(match transport {
-                Transport::Unix => Connection::unix(socket).await?,
-                Transport::Tcp => Connection::tcp(tcp).await?,
-            });
-        }
-        Ok(Self {
+    fn new(transport: Transport, socket: PathBuf, tcp: &str, options: &Options) -> Self {
+        Self {
             transport,
-            connections,
+            socket,
+            tcp: tcp.to_owned(),
             bursts: 0,
             branches: options.branches,
-        })
+        }
+    }
+
+    /// Kept-alive connections, made anew for each burst: a server closes those that are idle for
+    /// long, as they are while the pool fills.
+    async fn connections(&self) -> Result<Vec<Connection>> {
+        let mut connections = Vec::new();
+        for _ in 0..self.branches {
+            let mut connection = match self.transport {
+                Transport::Unix => Connection::unix(&self.socket).await?,
+                Transport::Tcp => Connection::tcp(&self.tcp).await?,
+            };
+            burst::prime(&mut connection).await?;
+            connections.push(connection);
+        }
+        Ok(connections)
     }
 
     /// One burst, and the ids of its leases.
@@ -204,8 +204,9 @@ impl Server {
             .iter()
             .map(|uid| burst::put(&format!("/v1/leases/{uid}"), &body))
             .collect();
+        let mut connections = self.connections().await?;
         let (own, cpu) = (own_cpu(), server.cpu()?);
-        let answers = burst::run(&mut self.connections, requests).await?;
+        let answers = burst::run(&mut connections, requests).await?;
         let (own, cpu) = (
             own_cpu().saturating_sub(own),
             server.cpu()?.saturating_sub(cpu),

@@ -26,6 +26,9 @@ pub(crate) struct Arguments {
     /// Few branches and pairs: does it work, not how fast
     #[arg(long)]
     quick: bool,
+    /// Control: room for the leased branches only, so that nothing is refilled during a burst
+    #[arg(long)]
+    no_refill: bool,
     /// Major version of Postgres
     #[arg(long, default_value_t = 15)]
     major: u32,
@@ -47,6 +50,7 @@ pub(crate) struct Options {
     pub(crate) warmups: usize,
     pub(crate) starts: u32,
     pub(crate) major: u32,
+    pub(crate) max_branches: u32,
     pub(crate) quick: bool,
     #[serde(skip)]
     pub(crate) agent: PathBuf,
@@ -80,6 +84,11 @@ impl Arguments {
                 .starts
                 .unwrap_or(u32::try_from(cores + 1).unwrap_or(u32::MAX)),
             major: self.major,
+            max_branches: if self.no_refill {
+                branches
+            } else {
+                2 * branches
+            },
             quick: self.quick,
             agent,
             output: self.output,

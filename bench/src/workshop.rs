@@ -12,8 +12,9 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{
-        Mutex, PoisonError,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
+        mpsc,
     },
     time::{Duration, Instant},
 };
@@ -81,12 +82,50 @@ impl Workshop {
             self.snapshot(number, name)
         })?;
         let snapshots = started.elapsed();
-        let servers = each(&names, watchers, |watcher, number, name| {
-            self.start(watcher, &log, number, name)
-        });
+        self.start_all(&names, watchers, &log)?;
         let wall = started.elapsed();
-        self.servers = servers?;
         Ok(Done::Refill { wall, snapshots })
+    }
+
+    /// Starts in some threads, and first sessions in as many others, as the agent has a queue for
+    /// each.
+    fn start_all(&mut self, names: &[String], watchers: Vec<OwnedFd>, log: &File) -> Result<()> {
+        let this = &*self;
+        let (sender, started) = mpsc::sync_channel::<usize>(names.len());
+        let started = Mutex::new(started);
+        let sessions = Mutex::new(Vec::new());
+        let threads = watchers.len();
+        let mut servers = std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    loop {
+                        let next = lock(&started).recv();
+                        let Ok(number) = next else { return };
+                        let session = this.first_session(&names[number]);
+                        lock(&sessions).push((number, session));
+                    }
+                });
+            }
+            // The threads above end with the last sender.
+            let sender = sender;
+            each(names, watchers, |watcher, number, name| {
+                let server = this.start(watcher, log, number, name)?;
+                // Nobody takes it only when a session thread has panicked.
+                let _taken = sender.send(number);
+                Ok(server)
+            })
+        })?;
+        let sessions = sessions
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        for (number, session) in sessions {
+            servers[number].session = Some(session?);
+        }
+        if servers.iter().any(|server| server.session.is_none()) {
+            whatever!("a server had no session");
+        }
+        self.servers = servers;
+        Ok(())
     }
 
     fn branch(&self, number: usize, name: &str) -> (PathBuf, PathBuf) {
@@ -116,6 +155,10 @@ impl Workshop {
                 .map(Stdio::from)
                 .whatever_context("no descriptor")
         };
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "a small process forks in no time, and the floor has no supervisor"
+        )]
         let mut child = Command::new(&self.plan.program)
             .args(self.plan.arguments(&data, &sockets))
             .env_clear()
@@ -130,12 +173,16 @@ impl Workshop {
             .whatever_context("cannot start a server")?;
         wait_ready(watcher, &mut child, &data)?;
         let _gone = inotify::remove_watch(watcher, watch);
-        let session = first_session(&sockets, &self.plan.role, &self.plan.database)?;
         Ok(Server {
             name: name.to_owned(),
             child,
-            session: Some(session),
+            session: None,
         })
+    }
+
+    fn first_session(&self, name: &str) -> Result<UnixStream> {
+        let sockets = self.plan.run.join("s").join(name);
+        first_session(&sockets, &self.plan.role, &self.plan.database)
     }
 
     pub(crate) fn empty(&mut self) -> Result<()> {
@@ -179,9 +226,7 @@ fn each<Tool: Send, T: Send>(
                         return;
                     };
                     let result = work(&tool, number, name);
-                    done.lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .push((number, result));
+                    lock(done).push((number, result));
                 }
             });
         }
@@ -189,6 +234,10 @@ fn each<Tool: Send, T: Send>(
     let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     done.sort_by_key(|(number, _)| *number);
     done.into_iter().map(|(_, result)| result).collect()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn watcher() -> Result<OwnedFd> {

@@ -9,6 +9,7 @@ mod desired;
 mod files;
 mod leftovers;
 mod metrics;
+mod pace;
 mod perform;
 mod publish;
 mod sampler;

@@ -180,6 +180,7 @@ fn unexpected(answer: &Answer) -> Problem {
 impl Service for Engine {
     async fn lease(&self, uid: String, request: LeaseRequest) -> Result<(Lease, bool), Problem> {
         let started = Instant::now();
+        let _waiting = self.world.hand_outs.enter();
         let answer = self
             .ask_lease(Command::Lease {
                 uid: LeaseUid(uid),

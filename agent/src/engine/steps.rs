@@ -60,6 +60,7 @@ pub(super) async fn snapshot(
     limit: Duration,
 ) -> Result<(), Failure> {
     world.committer.committed(committed).await;
+    world.after_hand_outs().await;
     let runtime = world.runtime(id);
     let branches = world.branches.clone();
     // The guard goes along, so that a snapshot that is given up for its time keeps others away.
@@ -420,7 +421,10 @@ pub(super) async fn hand_over(
     generation: u64,
     pool: &PoolUid,
 ) {
+    // Before the wait: a branch that goes meanwhile must not get a new one.
     let runtime = world.runtime(id);
+    world.after_hand_outs().await;
+    world.hand_over_pace.turn().await;
     let mut runtime = runtime.lock().await;
     runtime.session = None;
     let Some(server) = runtime.server.clone() else {

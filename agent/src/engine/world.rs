@@ -14,7 +14,12 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::{committer::Committer, desired::Settings, metrics::Metrics};
+use super::{
+    committer::Committer,
+    desired::Settings,
+    metrics::Metrics,
+    pace::{Pace, Precedence},
+};
 use crate::{
     golden::Facts,
     plan::{Event, Now, PoolUid, Sample, Slot},
@@ -26,6 +31,13 @@ use crate::{
     },
     storage::{Branches, Layout, ids::BranchId},
 };
+
+/// A hand-over makes all processes of a server read its configuration again, some milliseconds of CPU
+/// time: between two of them others get their turn, such as the leases of the same burst.
+const HAND_OVER_SPAN: Duration = Duration::from_millis(5);
+
+/// Longest that refill stands back for leases that are being handed out.
+const STAND_BACK: Duration = Duration::from_millis(50);
 
 /// Both clocks.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +101,9 @@ pub(super) struct World {
     pub(super) build_time_limit: Duration,
     pub(super) log_cap: u64,
     pub(super) build_turn: tokio::sync::Semaphore,
+    pub(super) hand_over_pace: Pace,
+    /// Callers that ask for a lease.
+    pub(super) hand_outs: Precedence,
     pub(super) reclaim_turn: Arc<tokio::sync::Semaphore>,
     pub(super) metrics: Metrics,
     events: mpsc::Sender<Event>,
@@ -143,6 +158,8 @@ impl World {
             build_time_limit: parts.build_time_limit,
             log_cap: parts.log_cap,
             build_turn: tokio::sync::Semaphore::new(1),
+            hand_over_pace: Pace::new(HAND_OVER_SPAN),
+            hand_outs: Precedence::new(),
             reclaim_turn: Arc::new(tokio::sync::Semaphore::new(1)),
             metrics: parts.metrics,
             events: parts.events,
@@ -160,6 +177,11 @@ impl World {
     /// Tells the core. When the core is gone there is nobody left to tell.
     pub(super) async fn tell(&self, event: Event) {
         let _gone = self.events.send(event).await;
+    }
+
+    /// Lets the leases of a burst be handed out before what they lead to takes the processors.
+    pub(super) async fn after_hand_outs(&self) {
+        self.hand_outs.yield_to_waiting(STAND_BACK).await;
     }
 
     /// The cgroup of a slot, made when it is first used.
