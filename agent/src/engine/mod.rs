@@ -125,6 +125,7 @@ impl Engine {
             config.layout.close_branches().context(LayoutSnafu)?;
         }
         let (events, event_receiver) = mpsc::channel(EVENTS);
+        let abilities = Arc::new(abilities(&config, &report));
         let facts = Arc::new(Facts {
             name: config.name.clone(),
             instance: format!("{:016x}", rand::random::<u64>()),
@@ -172,12 +173,6 @@ impl Engine {
             }
             world.set_image(pool, number, facts);
         }
-        let abilities = Arc::new(Abilities {
-            separate: separate(&report),
-            open_api: config.open_api,
-            default_concurrency: config.default_concurrency,
-            majors: facts.postgres_majors.clone(),
-        });
         restore_settings(&world, &abilities, &records);
         boot::take_over(&world, running).await;
 
@@ -326,6 +321,15 @@ fn restore_settings(world: &World, abilities: &Abilities, records: &Records) {
                 tracing::error!(pool = %uid, %problem, "the pool is no longer valid on this node; apply it again");
             }
         }
+    }
+}
+
+fn abilities(config: &Config, report: &IsolationReport) -> Abilities {
+    Abilities {
+        separate: separate(report),
+        open_api: config.open_api,
+        default_concurrency: config.default_concurrency,
+        majors: config.majors(),
     }
 }
 
