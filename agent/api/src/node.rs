@@ -16,6 +16,17 @@ pub struct Condition {
     pub message: String,
 }
 
+impl Condition {
+    pub fn new(kind: &str, status: bool, reason: &str, message: &str) -> Self {
+        Self {
+            kind: kind.to_owned(),
+            status: if status { "True" } else { "False" }.to_owned(),
+            reason: reason.to_owned(),
+            message: message.to_owned(),
+        }
+    }
+}
+
 /// Something that holds back refill.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

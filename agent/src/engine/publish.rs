@@ -185,29 +185,23 @@ pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStat
 }
 
 fn conditions(node: &Node) -> Vec<Condition> {
-    let condition = |kind: &str, status: bool, reason: &str, message: &str| Condition {
-        kind: kind.to_owned(),
-        status: if status { "True" } else { "False" }.to_owned(),
-        reason: reason.to_owned(),
-        message: message.to_owned(),
-    };
     let ready = if node.is_draining() {
-        condition(
+        Condition::new(
             "Ready",
             false,
             "Draining",
             "the agent is stopping; leases survive its restart",
         )
     } else {
-        condition("Ready", true, "Serving", "leases are handed out")
+        Condition::new("Ready", true, "Serving", "leases are handed out")
     };
     let pressure = |kind: &str, reasons: &[&str]| match node
         .gates
         .iter()
         .find(|gate| reasons.contains(&gate.reason.as_str()))
     {
-        Some(gate) => condition(kind, true, &gate.reason, &gate.message),
-        None => condition(kind, false, "Enough", "there is enough of it"),
+        Some(gate) => Condition::new(kind, true, &gate.reason, &gate.message),
+        None => Condition::new(kind, false, "Enough", "there is enough of it"),
     };
     vec![
         ready,

@@ -258,12 +258,8 @@ impl Service for Engine {
             .unwrap_or_else(PoisonError::into_inner)
             .clone();
         if let Some(message) = manifests {
-            node.conditions.push(Condition {
-                kind: "Manifests".to_owned(),
-                status: "False".to_owned(),
-                reason: "Refused".to_owned(),
-                message,
-            });
+            node.conditions
+                .push(Condition::new("Manifests", false, "Refused", &message));
         }
         node
     }

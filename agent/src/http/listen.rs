@@ -20,10 +20,10 @@ use rustix::{
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::net::{TcpListener, UnixListener};
 
+use crate::storage::layout::MAX_SOCKET_PATH;
+
 use super::guard::{Guard, Token, TokenError};
 
-/// `sun_path` holds 108 bytes, the last of them a NUL.
-const MAX_SOCKET_PATH: usize = 107;
 const BACKLOG: i32 = 1024;
 
 /// Where to serve the API.

@@ -153,37 +153,37 @@ impl Node {
         let serving = pool.serving().is_some();
         let source = match (&pool.build_failure, pool.building(), serving) {
             (Some(failure), _, _) => {
-                condition("SourceReady", serving, "BuildFailed", &failure.message)
+                Condition::new("SourceReady", serving, "BuildFailed", &failure.message)
             }
-            (None, Some(_), false) => condition(
+            (None, Some(_), false) => Condition::new(
                 "SourceReady",
                 false,
                 "Building",
                 "the golden image is being built",
             ),
-            (None, None, false) => condition(
+            (None, None, false) => Condition::new(
                 "SourceReady",
                 false,
                 "Pending",
                 "the golden image is about to be built",
             ),
             (None, _, true) => {
-                condition("SourceReady", true, "Sealed", "the golden image is sealed")
+                Condition::new("SourceReady", true, "Sealed", "the golden image is sealed")
             }
         };
         let ready = if pool.removed {
-            condition(
+            Condition::new(
                 "Ready",
                 false,
                 "Removed",
                 "the pool was removed; what is leased goes on until its end",
             )
         } else if !serving || !pool.proven {
-            condition("Ready", false, "NotYetFilled", &why)
+            Condition::new("Ready", false, "NotYetFilled", &why)
         } else if pool.failures > 0 && counts.ready == 0 {
-            condition("Ready", false, "WarmingFails", &why)
+            Condition::new("Ready", false, "WarmingFails", &why)
         } else {
-            condition(
+            Condition::new(
                 "Ready",
                 true,
                 "Serving",
@@ -191,51 +191,42 @@ impl Node {
             )
         };
         let available = if counts.ready > 0 && !self.draining {
-            condition(
+            Condition::new(
                 "Available",
                 true,
                 "BranchReady",
                 "a lease now is answered at once",
             )
         } else {
-            condition("Available", false, "NoBranchReady", &why)
+            Condition::new("Available", false, "NoBranchReady", &why)
         };
         let progressing = if counts.warming() > 0 || pool.building().is_some() {
-            condition(
+            Condition::new(
                 "Progressing",
                 true,
                 "Warming",
                 &format!("{} branches are warming", counts.warming()),
             )
         } else {
-            condition("Progressing", false, "Settled", "nothing is being made")
+            Condition::new("Progressing", false, "Settled", "nothing is being made")
         };
         let degraded = if let Some(gate) = self.gates.first() {
-            condition("Degraded", true, &gate.reason, &gate.message)
+            Condition::new("Degraded", true, &gate.reason, &gate.message)
         } else if let Some(failure) = &pool.build_failure {
-            condition("Degraded", true, "BuildFailed", &failure.message)
+            Condition::new("Degraded", true, "BuildFailed", &failure.message)
         } else if let (Some(failure), true) = (&pool.last_failure, pool.failures > 0) {
-            condition("Degraded", true, "WarmingFails", failure)
+            Condition::new("Degraded", true, "WarmingFails", failure)
         } else if counts.quarantined > 0 {
-            condition(
+            Condition::new(
                 "Degraded",
                 true,
                 "Quarantined",
                 "failed branches are kept for a look; delete their subvolumes when done",
             )
         } else {
-            condition("Degraded", false, "AsExpected", "nothing is amiss")
+            Condition::new("Degraded", false, "AsExpected", "nothing is amiss")
         };
         vec![ready, source, available, progressing, degraded]
-    }
-}
-
-fn condition(kind: &str, status: bool, reason: &str, message: &str) -> Condition {
-    Condition {
-        kind: kind.to_owned(),
-        status: if status { "True" } else { "False" }.to_owned(),
-        reason: reason.to_owned(),
-        message: message.to_owned(),
     }
 }
 

@@ -23,8 +23,7 @@ use tokio::{
 
 /// The file in the socket directory; the port is part of the name only.
 pub const SOCKET_NAME: &str = ".s.PGSQL.5432";
-/// Longest path that fits into a socket address, in bytes.
-pub const MAX_SOCKET_PATH: usize = 107;
+pub use crate::storage::layout::MAX_SOCKET_PATH;
 
 /// Longest accepted message of a server, in bytes; a branch's superuser decides what it sends.
 const MAX_MESSAGE: i32 = 16 << 20;
