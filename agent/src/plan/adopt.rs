@@ -65,6 +65,7 @@ impl Node {
             node.adopt_branch(id, record, &observed, now, &mut effects);
         }
         node.adopt_unrecorded(&observed);
+        node.retire_orphans(now, &mut effects);
         node.settle_leases(now, &mut effects);
         for id in observed.tombstones {
             node.trash.add(id, None, 0, now.mono);
@@ -267,7 +268,29 @@ impl Node {
         }
     }
 
-    /// Every bound lease has its branch and every leased branch its lease.
+    /// Leased branches that are no lease's: it ended, or it has moved to another branch and took the
+    /// address along, which [`Node::settle_leases`] points to the right one after this.
+    fn retire_orphans(&mut self, now: Now, effects: &mut Effects) {
+        let is_orphan = |branch: &&Branch| match &branch.state {
+            State::Leased { lease, .. } => !self
+                .leases
+                .get(lease)
+                .is_some_and(|lease| lease.is_bound() && lease.branch == branch.id),
+            _ => false,
+        };
+        let orphans: Vec<_> = self
+            .branches
+            .values()
+            .filter(is_orphan)
+            .map(|branch| (branch.id, branch.endpoint))
+            .collect();
+        for (id, endpoint) in orphans {
+            effects.unlink(endpoint);
+            self.retire(id, After::Trash, StopMode::Immediate, now, effects);
+        }
+    }
+
+    /// Every bound lease has its branch.
     fn settle_leases(&mut self, now: Now, effects: &mut Effects) {
         let uids: Vec<_> = self.leases.keys().cloned().collect();
         for uid in uids {
@@ -295,24 +318,6 @@ impl Node {
                 ));
                 self.end_lease(&uid, LeasePhase::Lost, why, now, effects);
             }
-        }
-        let orphans: Vec<BranchId> = self
-            .branches
-            .values()
-            .filter(|branch| match &branch.state {
-                State::Leased { lease, .. } => !self
-                    .leases
-                    .get(lease)
-                    .is_some_and(|l| l.is_bound() && l.branch == branch.id),
-                _ => false,
-            })
-            .map(|branch| branch.id)
-            .collect();
-        for id in orphans {
-            if let Some(branch) = self.branches.get(&id) {
-                effects.unlink(branch.endpoint);
-            }
-            self.retire(id, After::Trash, StopMode::Immediate, now, effects);
         }
     }
 }

@@ -1,6 +1,9 @@
 //! Random interleavings of everything that happens to a node, checked after each step.
 
-use branchpool_agent::plan::{Command, Completion, Event, LeaseUid, Limits, State, WarmingMode};
+use branchpool_agent::{
+    plan::{Command, Completion, Event, LeaseUid, Limits, State, WarmingMode},
+    storage::ids::BranchId,
+};
 use branchpool_agent_api::Gate;
 use proptest::prelude::*;
 
@@ -21,6 +24,7 @@ enum Step {
     Hear,
     Wait(u32),
     ServerDies(usize),
+    LeasedServerDies(usize),
     SessionDies(usize),
     TombstoneGone(usize),
     Stray(u8),
@@ -35,17 +39,18 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        6 => (0..12_u8).prop_map(Step::Lease),
-        1 => (0..12_u8).prop_map(Step::Renew),
-        3 => (0..12_u8, 0..3_u8).prop_map(|(lease, token)| Step::Reset(lease, token)),
-        4 => (0..12_u8).prop_map(Step::Release),
-        1 => (0..12_u8).prop_map(Step::Forget),
+        6 => (0..8_u8).prop_map(Step::Lease),
+        1 => (0..8_u8).prop_map(Step::Renew),
+        3 => (0..8_u8, 0..3_u8).prop_map(|(lease, token)| Step::Reset(lease, token)),
+        4 => (0..8_u8).prop_map(Step::Release),
+        1 => (0..8_u8).prop_map(Step::Forget),
         16 => (any::<usize>(), prop::bool::weighted(0.85)).prop_map(|(i, ok)| Step::Finish(i, ok)),
         8 => (1..40_u8).prop_map(Step::FinishMany),
         4 => any::<usize>().prop_map(Step::FinishUnheard),
         3 => Just(Step::Hear),
         4 => prop_oneof![1..100_u32, 1_000..100_000_u32].prop_map(Step::Wait),
         2 => any::<usize>().prop_map(Step::ServerDies),
+        2 => any::<usize>().prop_map(Step::LeasedServerDies),
         1 => any::<usize>().prop_map(Step::SessionDies),
         1 => any::<usize>().prop_map(Step::TombstoneGone),
         1 => any::<u8>().prop_map(Step::Stray),
@@ -115,21 +120,16 @@ fn play(world: &mut World, step: Step) {
         Step::Hear => drop(world.hear()),
         Step::Wait(by) => world.tick(by.into()),
         Step::ServerDies(pick) => {
-            let running: Vec<_> = world
-                .branches
-                .iter()
-                .filter(|(_, disk)| disk.running)
-                .map(|(id, _)| *id)
-                .collect();
-            if let Some(id) = running.get(pick % running.len().max(1)) {
-                if let Some(disk) = world.branches.get_mut(id) {
-                    disk.running = false;
-                }
-                world.event(Event::ServerExited {
-                    branch: *id,
-                    detail: "signal 9".into(),
-                });
-            }
+            let running = world.branches.iter().filter(|(_, disk)| disk.running);
+            let running: Vec<_> = running.map(|(id, _)| *id).collect();
+            server_dies(world, &running, pick);
+        }
+        Step::LeasedServerDies(pick) => {
+            let leases = world.node.leases.values();
+            let bound = leases.filter(|lease| lease.is_bound());
+            let mut running: Vec<_> = bound.map(|lease| lease.branch).collect();
+            running.retain(|id| world.branches.get(id).is_some_and(|disk| disk.running));
+            server_dies(world, &running, pick);
         }
         Step::SessionDies(pick) => {
             let ready = world.node.branches.values();
@@ -179,6 +179,17 @@ fn play(world: &mut World, step: Step) {
         Step::Reboot(done) => world.crash(done, true),
         Step::Drain => world.event(Event::Drain),
     }
+}
+
+fn server_dies(world: &mut World, running: &[BranchId], pick: usize) {
+    let Some(id) = running.get(pick % running.len().max(1)).copied() else {
+        return;
+    };
+    if let Some(disk) = world.branches.get_mut(&id) {
+        disk.running = false;
+    }
+    let detail = "signal 9".into();
+    world.event(Event::ServerExited { branch: id, detail });
 }
 
 fn change(world: &mut World, edit: impl FnOnce(&mut branchpool_agent::plan::PoolSpec)) {

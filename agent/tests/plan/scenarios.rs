@@ -430,3 +430,28 @@ fn a_hand_over_cut_short_is_done_again() {
     world.crash(0, false);
     assert!(world.log.contains(&format!("hand over {id}")));
 }
+
+#[test]
+fn an_address_outlives_a_crash_while_the_branch_it_left_is_still_being_restarted() {
+    let mut world = filled(spec(2, 4, WarmingMode::Phased));
+    let uid = lease(&mut world, "a");
+    world.settle();
+    let old = world.node.leases[&uid].branch;
+    world.branches.get_mut(&old).unwrap().running = false;
+    let detail = "signal 9".into();
+    world.event(Event::ServerExited {
+        branch: old,
+        detail,
+    });
+    let restarting = |action: &Action| matches!(action, Action::Restart { .. });
+    assert!(world.pending.iter().any(restarting));
+    let command = Command::Reset {
+        uid: uid.clone(),
+        reset_token: "token".into(),
+        epoch: None,
+    };
+    world.command(Some(uid.clone()), command);
+    world.crash(u64::MAX, false);
+    assert_ne!(world.node.leases[&uid].branch, old);
+    world.settle();
+}

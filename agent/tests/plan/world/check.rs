@@ -22,6 +22,11 @@ impl World {
                 !self.trash.contains(&lease.branch),
                 "leased branch of {uid} is in the trash"
             );
+            assert!(
+                self.links.get(&lease.endpoint) == Some(&lease.branch)
+                    || self.pending.iter().any(writes_journal),
+                "the address of {uid} leads elsewhere"
+            );
         }
         let mut slots = BTreeSet::new();
         for branch in self.node.branches.values() {
@@ -177,11 +182,6 @@ impl World {
                 "lease {uid}"
             );
             if lease.is_bound() {
-                assert_eq!(
-                    self.links.get(&lease.endpoint),
-                    Some(&lease.branch),
-                    "link of {uid}"
-                );
                 let running = self
                     .branches
                     .get(&lease.branch)
