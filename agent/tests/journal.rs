@@ -47,18 +47,18 @@ async fn records_come_back() {
             put(kind, "b", "é\0\""),
             put(kind, "c", ""),
         ];
-        journal.write(records).await.unwrap();
+        journal.write(records.into()).await.unwrap();
     }
     let change = vec![
         put(Kind::Lease, "a", "second"),
         Record::delete(Kind::Lease, "c"),
     ];
-    journal.write(change).await.unwrap();
+    journal.write(change.into()).await.unwrap();
     journal
-        .write(vec![Record::delete(Kind::Lease, "never there")])
+        .write([Record::delete(Kind::Lease, "never there")].into())
         .await
         .unwrap();
-    journal.write(vec![]).await.unwrap();
+    journal.write(Vec::new().into()).await.unwrap();
     assert_eq!(journal.pending(), 0);
     journal.close().await;
     assert_eq!(
@@ -98,10 +98,10 @@ async fn order_of_calls_is_the_order_of_writes() {
     let (journal, _) = open(&path);
     let mut writes = Vec::new();
     for round in 0..1000 {
-        writes.push(journal.write(vec![put(Kind::Branch, "x", &round.to_string())]));
-        writes.push(journal.write(vec![Record::delete(Kind::Branch, "x")]));
+        writes.push(journal.write([put(Kind::Branch, "x", &round.to_string())].into()));
+        writes.push(journal.write([Record::delete(Kind::Branch, "x")].into()));
     }
-    let last = journal.write(vec![put(Kind::Branch, "x", "last")]);
+    let last = journal.write([put(Kind::Branch, "x", "last")].into());
     // Never polled, and nevertheless written.
     drop(writes);
     last.await.unwrap();
@@ -119,7 +119,9 @@ async fn more_writers_than_the_queue_holds_are_all_served() {
     let directory = tempfile::tempdir().unwrap();
     let (journal, _) = open(&directory.path().join("journal.db"));
     let writers: Vec<_> = (0..QUEUE + 5000)
-        .map(|number| tokio::spawn(journal.write(vec![put(Kind::Lease, &number.to_string(), "x")])))
+        .map(|number| {
+            tokio::spawn(journal.write([put(Kind::Lease, &number.to_string(), "x")].into()))
+        })
         .collect();
     for writer in writers {
         writer.await.unwrap().unwrap();
@@ -137,7 +139,7 @@ async fn closing_writes_what_is_queued_and_refuses_the_rest() {
     let path = directory.path().join("journal.db");
     let (journal, _) = open(&path);
     let queued: Vec<_> = (0..500)
-        .map(|number| journal.write(vec![put(Kind::Lease, &number.to_string(), "x")]))
+        .map(|number| journal.write([put(Kind::Lease, &number.to_string(), "x")].into()))
         .collect();
     let other = journal.clone();
     journal.close().await;
@@ -145,7 +147,7 @@ async fn closing_writes_what_is_queued_and_refuses_the_rest() {
         write.await.unwrap();
     }
     let error = other
-        .write(vec![put(Kind::Lease, "late", "x")])
+        .write([put(Kind::Lease, "late", "x")].into())
         .await
         .unwrap_err();
     assert!(matches!(error, Error::Closed), "{error}");
@@ -169,7 +171,7 @@ async fn a_second_agent_is_refused() {
     );
     assert!(error.to_string().contains("journal.db.lock"), "{error}");
     journal
-        .write(vec![put(Kind::Lease, "a", "x")])
+        .write([put(Kind::Lease, "a", "x")].into())
         .await
         .unwrap();
     journal.close().await;
@@ -326,7 +328,7 @@ async fn helper_write_until_killed() {
                 let key = format!("{round}-{writer}-{number}");
                 let value = "x".repeat(300);
                 let records = vec![put(Kind::Lease, &key, &value), put(Kind::Branch, &key, "")];
-                journal.write(records).await.unwrap();
+                journal.write(records.into()).await.unwrap();
                 // One write call, so that a line is torn by nothing but the end.
                 if std::io::stdout()
                     .write_all(format!("ack {key}\n").as_bytes())
@@ -346,7 +348,7 @@ async fn a_full_disk_is_reported_and_overcome() {
     let path = btrfs.root().join("journal.db");
     let (journal, _) = open(&path);
     journal
-        .write(vec![put(Kind::Lease, "before", "x")])
+        .write([put(Kind::Lease, "before", "x")].into())
         .await
         .unwrap();
 
@@ -367,7 +369,7 @@ async fn a_full_disk_is_reported_and_overcome() {
             put(Kind::Lease, &key, &value),
             put(Kind::Lease, &format!("{key}b"), ""),
         ];
-        match journal.write(records).await {
+        match journal.write(records.into()).await {
             Ok(()) => written.extend([key.clone(), format!("{key}b")]),
             Err(error) => {
                 refused = Some(error);
@@ -382,7 +384,7 @@ async fn a_full_disk_is_reported_and_overcome() {
     fs::remove_file(&filler).unwrap();
     branchpool_sys::btrfs::sync(branchpool_sys::btrfs::open_dir(btrfs.root()).unwrap()).unwrap();
     journal
-        .write(vec![put(Kind::Lease, "after", &value)])
+        .write([put(Kind::Lease, "after", &value)].into())
         .await
         .unwrap();
     written.insert("after".to_owned());
@@ -426,7 +428,7 @@ async fn measure_group_commit() {
                     _ => Record::delete(Kind::Lease, key),
                 };
                 let begin = Instant::now();
-                journal.write(vec![record]).await.unwrap();
+                journal.write([record].into()).await.unwrap();
                 times.push(begin.elapsed());
             }
             times

@@ -4,6 +4,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use tokio::{
     sync::{mpsc, oneshot, watch},
+    task::yield_now,
     time::{Instant, sleep_until},
 };
 use tracing::{info, warn};
@@ -75,6 +76,9 @@ impl Actor {
                 _ = self.events.recv_many(&mut events, BATCH) => {}
                 () = sleep_until(deadline) => events.push(Event::Tick),
             }
+            // Whoever else is about to ask goes first: many at once become one transaction and one
+            // publication.
+            yield_now().await;
             // Some of the other kind as well: a flood of one must not starve the other.
             while commands.len() < BATCH
                 && let Ok(envelope) = self.commands.try_recv()
@@ -97,6 +101,8 @@ impl Actor {
     }
 
     fn publish(&mut self) {
+        // Goes on meanwhile; nobody is answered before both are done.
+        self.world.committer.flush();
         self.publisher.publish(&self.node, &self.world);
         self.world.committer.note_published();
     }

@@ -1,15 +1,14 @@
 //! Journal, addresses and answers, in the order in which the core asked for them.
 //!
-//! Entries go into the journal's queue at once, so everything that is asked for while a
-//! transaction runs becomes one transaction. What follows a commit is done here, one after the
-//! other.
+//! What the core asks for is collected until it has no more events at hand, and becomes one
+//! transaction. What follows a commit is done here, one after the other.
 
 use std::{
     collections::BTreeMap,
     fs, io,
     os::unix::fs::symlink,
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -29,14 +28,30 @@ pub(super) type Reply = oneshot::Sender<Result<Box<Answer>, Refusal>>;
 
 type Commit = std::pin::Pin<Box<dyn Future<Output = Result<(), journal::Error>> + Send>>;
 
+/// What follows one decision of the core, once it is in the journal.
+#[derive(Debug)]
+struct Sequel {
+    links: Vec<LinkChange>,
+    reply: Option<(Reply, Box<Answer>)>,
+}
+
+/// Decisions that were submitted and not yet flushed.
+#[derive(Debug, Default)]
+struct Batch {
+    /// Of the last decision.
+    number: u64,
+    records: Vec<Record>,
+    sequels: Vec<Sequel>,
+}
+
 struct Work {
+    /// Of the last decision in it.
     number: u64,
     /// The publication that shows what this is about.
     publication: u64,
     commit: Option<Commit>,
-    records: Vec<Record>,
-    links: Vec<LinkChange>,
-    reply: Option<(Reply, Box<Answer>)>,
+    records: Arc<[Record]>,
+    sequels: Vec<Sequel>,
 }
 
 impl std::fmt::Debug for Work {
@@ -53,10 +68,9 @@ impl std::fmt::Debug for Work {
 pub(super) struct Committer {
     queue: mpsc::UnboundedSender<Work>,
     journal: Journal,
-    /// Held from an entry's way into the journal's queue to its way into ours: both have the same
-    /// order.
-    order: Arc<Mutex<()>>,
-    submitted: Arc<std::sync::atomic::AtomicU64>,
+    /// Held while one is flushed, from its way into the journal's queue to its way into ours: both
+    /// have the same order.
+    batch: Arc<Mutex<Batch>>,
     done: watch::Receiver<u64>,
     /// Counts publications of the core's state.
     published: Arc<watch::Sender<u64>>,
@@ -70,10 +84,10 @@ impl Committer {
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
         let (published, publications) = watch::channel(0);
-        let order = Arc::default();
+        let batch = Arc::default();
         let retries = Retries {
             journal: journal.clone(),
-            order: Arc::clone(&order),
+            batch: Arc::clone(&batch),
             refused: BTreeMap::new(),
             failing: failing_sender,
         };
@@ -81,40 +95,48 @@ impl Committer {
         Self {
             queue,
             journal,
-            order,
-            submitted: Arc::default(),
+            batch,
             done,
             published: Arc::new(published),
             failing,
         }
     }
 
-    /// Queues a commit. Called by the core only, in the order of its decisions.
+    /// Called by the core only, in the order of its decisions. Nothing happens before the flush.
     pub(super) fn submit(
         &self,
         entries: Vec<Entry>,
         links: Vec<LinkChange>,
         reply: Option<(Reply, Box<Answer>)>,
     ) -> u64 {
-        let number = 1 + self
-            .submitted
-            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let records: Vec<Record> = entries.into_iter().filter_map(record).collect();
-        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut batch = lock(&self.batch);
+        batch.number += 1;
+        batch.records.extend(entries.into_iter().filter_map(record));
+        if reply.is_some() || !links.is_empty() {
+            batch.sequels.push(Sequel { links, reply });
+        }
+        batch.number
+    }
+
+    /// Begins the commit of what was submitted since the last flush.
+    pub(super) fn flush(&self) {
+        let mut batch = lock(&self.batch);
+        if batch.records.is_empty() && batch.sequels.is_empty() {
+            return;
+        }
+        let records: Arc<[Record]> = std::mem::take(&mut batch.records).into();
         let commit: Option<Commit> = if records.is_empty() {
             None
         } else {
-            Some(Box::pin(self.journal.write(records.clone())))
+            Some(Box::pin(self.journal.write(Arc::clone(&records))))
         };
         let _closed = self.queue.send(Work {
-            number,
+            number: batch.number,
             publication: *self.published.borrow() + 1,
             commit,
             records,
-            links,
-            reply,
+            sequels: std::mem::take(&mut batch.sequels),
         });
-        number
     }
 
     /// Everything submitted so far can be seen by whoever asks: callers get their answers only then,
@@ -131,7 +153,7 @@ impl Committer {
     }
 
     pub(super) fn submitted(&self) -> u64 {
-        self.submitted.load(std::sync::atomic::Ordering::Relaxed)
+        lock(&self.batch).number
     }
 
     pub(super) fn pending(&self) -> usize {
@@ -177,7 +199,7 @@ async fn run(
             None => Ok(()),
         };
         let wrote = written.is_ok() && !work.records.is_empty();
-        let mut result = retries.note(written, work.records);
+        let mut result = retries.note(written, &work.records);
         if result.is_err() {
             give_reserve(&layout).await;
             retries.offer(&queue).await;
@@ -185,13 +207,17 @@ async fn run(
                 result = Ok(());
             }
         }
-        apply_links(&layout, &work.links);
-        if let Some((reply, answer)) = work.reply {
-            // An error means that the core ended.
-            let _ended = publications
+        // An error means that the core ended.
+        drop(
+            publications
                 .wait_for(|count| *count >= work.publication)
-                .await;
-            let _caller_is_gone = reply.send(result.map(|()| answer));
+                .await,
+        );
+        for Sequel { links, reply } in work.sequels {
+            apply_links(&layout, &links);
+            if let Some((reply, answer)) = reply {
+                let _caller_is_gone = reply.send(result.clone().map(|()| answer));
+            }
         }
         if wrote {
             // The journal works again.
@@ -213,7 +239,7 @@ async fn give_reserve(layout: &Layout) {
 /// What the journal refused, until it takes it.
 struct Retries {
     journal: Journal,
-    order: Arc<Mutex<()>>,
+    batch: Arc<Mutex<Batch>>,
     refused: BTreeMap<(Kind, String), Record>,
     failing: watch::Sender<Option<String>>,
 }
@@ -222,19 +248,22 @@ impl Retries {
     fn note(
         &mut self,
         written: Result<(), journal::Error>,
-        records: Vec<Record>,
+        records: &[Record],
     ) -> Result<(), Refusal> {
         match written {
             Ok(()) => {
+                if self.refused.is_empty() {
+                    return Ok(());
+                }
                 // Older values must not come back over newer ones.
-                for record in &records {
+                for record in records {
                     self.refused.remove(&key(record));
                 }
                 Ok(())
             }
             Err(error) => {
                 let detail = error.to_string();
-                let records = records.into_iter().map(|record| (key(&record), record));
+                let records = records.iter().map(|record| (key(record), record.clone()));
                 self.refused.extend(records);
                 self.failing.send_replace(Some(detail.clone()));
                 Err(Refusal::JournalFailed { detail })
@@ -248,11 +277,12 @@ impl Retries {
             return;
         }
         let commit = {
-            let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-            if !queue.is_empty() {
+            let batch = lock(&self.batch);
+            if !batch.records.is_empty() || !queue.is_empty() {
                 return;
             }
-            self.journal.write(self.refused.values().cloned().collect())
+            let records: Vec<_> = self.refused.values().cloned().collect();
+            self.journal.write(records.into())
         };
         if commit.await.is_ok() {
             self.refused.clear();
@@ -267,6 +297,10 @@ impl Retries {
             done.send_replace(number);
         }
     }
+}
+
+fn lock(batch: &Mutex<Batch>) -> MutexGuard<'_, Batch> {
+    batch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn apply_links(layout: &Layout, links: &[LinkChange]) {
@@ -360,31 +394,31 @@ mod tests {
         let (failing, seen) = watch::channel(None);
         let mut retries = Retries {
             journal: journal.clone(),
-            order: Arc::default(),
+            batch: Arc::default(),
             refused: BTreeMap::new(),
             failing,
         };
         let (done, committed) = watch::channel(0);
         let (_queue, empty) = queue();
 
-        let refused = retries.note(refusal(), vec![put("a", "old"), put("b", "old")]);
+        let refused = retries.note(refusal(), &[put("a", "old"), put("b", "old")]);
         assert!(matches!(refused, Err(Refusal::JournalFailed { .. })));
         retries.report(&done, 1);
         assert!(seen.borrow().is_some());
         assert_eq!(*committed.borrow(), 0);
 
-        journal.write(vec![put("a", "new")]).await.unwrap();
-        retries.note(Ok(()), vec![put("a", "new")]).unwrap();
+        journal.write([put("a", "new")].into()).await.unwrap();
+        retries.note(Ok(()), &[put("a", "new")]).unwrap();
         retries.offer(&empty).await;
         retries.report(&done, 2);
         assert_eq!(*seen.borrow(), None);
         assert_eq!(*committed.borrow(), 2);
 
         // Nothing is left to be offered once everything was replaced.
-        let refused = retries.note(refusal(), vec![put("b", "lost")]);
+        let refused = retries.note(refusal(), &[put("b", "lost")]);
         assert!(refused.is_err());
-        journal.write(vec![put("b", "newer")]).await.unwrap();
-        retries.note(Ok(()), vec![put("b", "newer")]).unwrap();
+        journal.write([put("b", "newer")].into()).await.unwrap();
+        retries.note(Ok(()), &[put("b", "newer")]).unwrap();
         retries.report(&done, 4);
         assert_eq!(*seen.borrow(), None);
         assert_eq!(*committed.borrow(), 4);
@@ -401,19 +435,18 @@ mod tests {
         let (journal, _) = Journal::open(&directory.path().join("journal.db")).unwrap();
         let mut retries = Retries {
             journal,
-            order: Arc::default(),
+            batch: Arc::default(),
             refused: BTreeMap::new(),
             failing: watch::Sender::new(None),
         };
-        let refused = retries.note(refusal(), vec![put("a", "old")]);
+        let refused = retries.note(refusal(), &[put("a", "old")]);
         assert!(refused.is_err());
         let (queue, waiting) = queue();
         let work = Work {
             number: 2,
             commit: None,
-            records: vec![put("a", "new")],
-            links: Vec::new(),
-            reply: None,
+            records: [put("a", "new")].into(),
+            sequels: Vec::new(),
             publication: 0,
         };
         queue.send(work).unwrap();

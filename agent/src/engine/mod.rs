@@ -7,10 +7,11 @@ mod committer;
 mod config;
 mod desired;
 mod files;
+mod hand_over;
 mod leftovers;
 mod metrics;
-mod pace;
 mod perform;
+mod precedence;
 mod publish;
 mod sampler;
 mod service;
@@ -133,6 +134,7 @@ impl Engine {
             postgres_majors: config.majors(),
         });
         let branches = Branches::new(config.layout.clone(), key.clone());
+        let (hand_overs, handed_over) = hand_over::queue();
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
             branches: branches.clone(),
@@ -148,6 +150,7 @@ impl Engine {
             log_cap: config.log_cap,
             metrics: Metrics::new(),
             events: events.clone(),
+            hand_overs,
             cgroups: cgroups.clone(),
             slots: config.limits.slots,
         }));
@@ -167,12 +170,7 @@ impl Engine {
             .await
             .context(BootSnafu)?;
         let observed = boot::observed(&world, &scan, &running, &records, rebooted, boot_id);
-        for (pool, number, facts) in boot::images(&records) {
-            if let Err(error) = build::write_auth(&world.layout, &pool, number, &facts.role) {
-                tracing::error!(%pool, %error, "the files that say who may connect could not be written");
-            }
-            world.set_image(pool, number, facts);
-        }
+        restore_images(&world, &records);
         restore_settings(&world, &abilities, &records);
         boot::take_over(&world, running).await;
 
@@ -199,6 +197,7 @@ impl Engine {
         );
         tokio::spawn(actor.run(effects));
         tokio::spawn(sampler::run(Arc::clone(&world)));
+        tokio::spawn(hand_over::run(Arc::clone(&world), handed_over));
         Ok(Self {
             commands,
             log,
@@ -302,6 +301,15 @@ async fn blocking<T: Send + 'static>(
     steps::blocking(work)
         .await
         .map_err(|message| Error::Interrupted { message })
+}
+
+fn restore_images(world: &World, records: &Records) {
+    for (pool, number, facts) in boot::images(records) {
+        if let Err(error) = build::write_auth(&world.layout, &pool, number, &facts.role) {
+            tracing::error!(%pool, %error, "the files that say who may connect could not be written");
+        }
+        world.set_image(pool, number, facts);
+    }
 }
 
 /// Settings of the pools that the journal knows, so that leases can be served before anybody sends

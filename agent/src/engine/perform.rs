@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use super::{
     build, files,
+    hand_over::HandOver,
     steps::{self, blocking},
     stop,
     world::World,
@@ -74,7 +75,7 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
                 Completion::Restarted { branch, result }
             });
         }
-        Action::HandOver { branch } => hand_over(node, world, branch),
+        Action::HandOver { branch } => hand_over(node, &world, branch),
         Action::Stop {
             branch,
             mode,
@@ -134,17 +135,20 @@ fn tell_the_end(world: Arc<World>, work: impl Future<Output = Completion> + Send
     });
 }
 
-fn hand_over(node: &Node, world: Arc<World>, branch: BranchId) {
+fn hand_over(node: &Node, world: &World, branch: BranchId) {
     let Some(state) = node.branches.get(&branch) else {
         return;
     };
-    let (slot, generation, pool) = (state.slot, state.generation, state.pool.clone());
     // Before anybody hears of it.
     if let Err(error) = files::absent(std::fs::remove_file(world.layout.branch_unused(&branch))) {
         tracing::warn!(%branch, %error, "the branch is still marked as unused");
     }
-    tokio::spawn(async move {
-        steps::hand_over(&world, branch, slot, generation, &pool).await;
+    world.hand_over(HandOver {
+        branch,
+        slot: state.slot,
+        generation: state.generation,
+        pool: state.pool.clone(),
+        runtime: world.runtime(branch),
     });
 }
 

@@ -1,5 +1,5 @@
-//! The steps of a branch's life up to its hand-over: snapshot, start, preconnect, hand over; and the
-//! restart of a leased server.
+//! The steps of a branch's life up to its hand-over: snapshot, start, preconnect; and the restart of a
+//! leased server.
 
 use std::{io, path::Path, sync::Arc, time::Duration};
 
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     golden::Facts,
-    plan::{Event, Failure, PoolUid, Preconnect, Slot},
+    plan::{Event, Failure, PoolUid, Slot},
     postgres::{
         chain,
         config::{self, Control, Phase, Profile},
@@ -29,10 +29,10 @@ use crate::{
 /// Share of the CPU of a branch that warms, against 100 of one that is leased: moderately lower,
 /// for a very low one would hold the locks that others wait for.
 const WARMING_WEIGHT: u32 = 50;
-const LEASED_WEIGHT: u32 = 100;
+pub(super) const LEASED_WEIGHT: u32 = 100;
 /// A restart may have to recover.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
-const SESSION_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const SESSION_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn failure(reason: &str, message: impl Into<String>) -> Failure {
     Failure {
@@ -285,7 +285,7 @@ fn disk_user(world: &World) -> User {
     }
 }
 
-fn image(world: &World, pool: &PoolUid, generation: u64) -> Result<Arc<Facts>, Failure> {
+pub(super) fn image(world: &World, pool: &PoolUid, generation: u64) -> Result<Arc<Facts>, Failure> {
     world.image(pool, generation).ok_or_else(|| {
         failure(
             "StartFailed",
@@ -294,7 +294,7 @@ fn image(world: &World, pool: &PoolUid, generation: u64) -> Result<Arc<Facts>, F
     })
 }
 
-fn render(facts: &Facts, settings: &Settings, phase: Phase) -> String {
+pub(super) fn render(facts: &Facts, settings: &Settings, phase: Phase) -> String {
     let profile = Profile {
         tuning: settings.tuning,
         parameters: settings.parameters.clone(),
@@ -365,7 +365,7 @@ pub(super) async fn preconnect(
     Ok(())
 }
 
-async fn connect(
+pub(super) async fn connect(
     world: &World,
     id: BranchId,
     pool: &PoolUid,
@@ -410,57 +410,4 @@ fn hold(world: &Arc<World>, id: BranchId, mut session: Session) -> oneshot::Send
         }
     });
     close
-}
-
-/// Makes the branch its holder's. Without a gateway the session cannot be passed on, and it would
-/// be in the way of DROP DATABASE, so it ends; what it warmed stays.
-pub(super) async fn hand_over(
-    world: &Arc<World>,
-    id: BranchId,
-    slot: Slot,
-    generation: u64,
-    pool: &PoolUid,
-) {
-    // Before the wait: a branch that goes meanwhile must not get a new one.
-    let runtime = world.runtime(id);
-    world.after_hand_outs().await;
-    world.hand_over_pace.turn().await;
-    let mut runtime = runtime.lock().await;
-    runtime.session = None;
-    let Some(server) = runtime.server.clone() else {
-        return;
-    };
-    let weight = world
-        .slot_group(slot)
-        .and_then(|group| group.set_cpu_weight(LEASED_WEIGHT));
-    if let Err(error) = weight {
-        tracing::warn!(branch = %id, error = chain(&error), "the leased branch keeps its lower CPU weight");
-    }
-    let settings = world.settings(pool);
-    let text = settings
-        .as_ref()
-        .ok_or_else(|| format!("pool {pool} is not known any more"))
-        .and_then(|settings| {
-            image(world, pool, generation)
-                .map(|facts| render(&facts, settings, Phase::HandedOver))
-                .map_err(|failure| failure.message)
-        });
-    let layout = world.layout.clone();
-    let written = match text {
-        Ok(text) => blocking(move || files::replace(&layout.branch_config(&id), &text))
-            .await
-            .and_then(|result| result.map_err(|error| error.to_string())),
-        Err(error) => Err(error),
-    };
-    let reloaded = written.and_then(|()| server.reload().map_err(|error| error.to_string()));
-    if let Err(error) = reloaded {
-        tracing::warn!(branch = %id, %error, "the leased branch keeps the settings of a warming one");
-    }
-    if settings.is_some_and(|settings| settings.preconnect == Preconnect::OnLease) {
-        match timeout(SESSION_TIMEOUT, connect(world, id, pool, generation)).await {
-            Ok(Ok(session)) => session.terminate().await,
-            Ok(Err(error)) => tracing::warn!(branch = %id, %error, "no session at hand-over"),
-            Err(_) => tracing::warn!(branch = %id, "no session at hand-over in time"),
-        }
-    }
 }

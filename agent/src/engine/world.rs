@@ -15,10 +15,8 @@ use tokio::{
 };
 
 use super::{
-    committer::Committer,
-    desired::Settings,
-    metrics::Metrics,
-    pace::{Pace, Precedence},
+    committer::Committer, desired::Settings, hand_over::HandOver, metrics::Metrics,
+    precedence::Precedence,
 };
 use crate::{
     golden::Facts,
@@ -31,10 +29,6 @@ use crate::{
     },
     storage::{Branches, Layout, ids::BranchId},
 };
-
-/// A hand-over makes all processes of a server read its configuration again, some milliseconds of CPU
-/// time: between two of them others get their turn, such as the leases of the same burst.
-const HAND_OVER_SPAN: Duration = Duration::from_millis(5);
 
 /// Longest that refill stands back for leases that are being handed out.
 const STAND_BACK: Duration = Duration::from_millis(50);
@@ -101,12 +95,12 @@ pub(super) struct World {
     pub(super) build_time_limit: Duration,
     pub(super) log_cap: u64,
     pub(super) build_turn: tokio::sync::Semaphore,
-    pub(super) hand_over_pace: Pace,
     /// Callers that ask for a lease.
     pub(super) hand_outs: Precedence,
     pub(super) reclaim_turn: Arc<tokio::sync::Semaphore>,
     pub(super) metrics: Metrics,
     events: mpsc::Sender<Event>,
+    hand_overs: mpsc::UnboundedSender<HandOver>,
     cgroups: Base,
     slots: u32,
     groups: Mutex<HashMap<String, Group>>,
@@ -133,6 +127,7 @@ pub(super) struct Parts {
     pub(super) log_cap: u64,
     pub(super) metrics: Metrics,
     pub(super) events: mpsc::Sender<Event>,
+    pub(super) hand_overs: mpsc::UnboundedSender<HandOver>,
     pub(super) cgroups: Base,
     pub(super) slots: u32,
 }
@@ -158,11 +153,11 @@ impl World {
             build_time_limit: parts.build_time_limit,
             log_cap: parts.log_cap,
             build_turn: tokio::sync::Semaphore::new(1),
-            hand_over_pace: Pace::new(HAND_OVER_SPAN),
             hand_outs: Precedence::new(),
             reclaim_turn: Arc::new(tokio::sync::Semaphore::new(1)),
             metrics: parts.metrics,
             events: parts.events,
+            hand_overs: parts.hand_overs,
             cgroups: parts.cgroups,
             slots: parts.slots,
             groups: Mutex::default(),
@@ -177,6 +172,10 @@ impl World {
     /// Tells the core. When the core is gone there is nobody left to tell.
     pub(super) async fn tell(&self, event: Event) {
         let _gone = self.events.send(event).await;
+    }
+
+    pub(super) fn hand_over(&self, hand_over: HandOver) {
+        let _at_the_end = self.hand_overs.send(hand_over);
     }
 
     /// Lets the leases of a burst be handed out before what they lead to takes the processors.

@@ -1,6 +1,6 @@
 //! The paths and what each does.
 
-use std::convert::Infallible;
+use std::{convert::Infallible, sync::Arc};
 
 use axum::{
     Router,
@@ -28,8 +28,11 @@ use super::{
 type Answer = Result<Response, Refusal>;
 type Segment = Result<Path<String>, PathRejection>;
 
+/// One for all requests.
+type Shared<S> = State<Arc<Context<S>>>;
+
 /// What handlers get: the engine, and word of the server's stop.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Context<S> {
     pub(super) service: S,
     pub(super) stopping: watch::Receiver<bool>,
@@ -57,7 +60,7 @@ pub(super) fn router<S: Service>(context: Context<S>) -> Router {
         .route("/v1/leases/{uid}/reset", post(reset::<S>))
         .route("/v1/leases/{uid}/forget", post(forget::<S>))
         .route("/v1/watch", get(watch_changes::<S>))
-        .with_state(context)
+        .with_state(Arc::new(context))
 }
 
 async fn health(uri: Uri) -> Answer {
@@ -65,7 +68,7 @@ async fn health(uri: Uri) -> Answer {
     Ok("ok\n".into_response())
 }
 
-async fn readiness<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn readiness<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     input::no_query(&uri)?;
     match context.service.readiness() {
         Ok(()) => Ok("ready\n".into_response()),
@@ -73,7 +76,7 @@ async fn readiness<S: Service>(State(context): State<Context<S>>, uri: Uri) -> A
     }
 }
 
-async fn metrics<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn metrics<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     input::no_query(&uri)?;
     let mut response = context.service.metrics().into_response();
     response.headers_mut().insert(
@@ -83,19 +86,19 @@ async fn metrics<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Ans
     Ok(response)
 }
 
-async fn node<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn node<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     input::no_query(&uri)?;
     Ok(json(StatusCode::OK, &context.service.node()))
 }
 
-async fn pools<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn pools<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     input::no_query(&uri)?;
     let pools = context.service.pools();
     Ok(json(StatusCode::OK, &PoolList { pools }))
 }
 
 async fn pool<S: Service>(
-    State(context): State<Context<S>>,
+    State(context): Shared<S>,
     path: Result<Path<(String, String)>, PathRejection>,
     uri: Uri,
 ) -> Answer {
@@ -111,11 +114,7 @@ async fn pool<S: Service>(
     Err(Problem::pool_not_found(&wanted, names).into())
 }
 
-async fn put_pool<S: Service>(
-    State(context): State<Context<S>>,
-    uid: Segment,
-    request: Request,
-) -> Answer {
+async fn put_pool<S: Service>(State(context): Shared<S>, uid: Segment, request: Request) -> Answer {
     let uid = checked_uid(uid)?;
     input::no_query(request.uri())?;
     let desired = input::json(request, POOL_BODY_LIMIT).await?;
@@ -124,7 +123,7 @@ async fn put_pool<S: Service>(
 }
 
 async fn delete_pool<S: Service>(
-    State(context): State<Context<S>>,
+    State(context): Shared<S>,
     uid: Segment,
     request: Request,
 ) -> Answer {
@@ -135,17 +134,13 @@ async fn delete_pool<S: Service>(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-async fn leases<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn leases<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     input::no_query(&uri)?;
     let leases = context.service.leases();
     Ok(json(StatusCode::OK, &LeaseList { leases }))
 }
 
-async fn get_lease<S: Service>(
-    State(context): State<Context<S>>,
-    uid: Segment,
-    uri: Uri,
-) -> Answer {
+async fn get_lease<S: Service>(State(context): Shared<S>, uid: Segment, uri: Uri) -> Answer {
     let uid = checked_uid(uid)?;
     input::no_query(&uri)?;
     match context.service.get_lease(&uid) {
@@ -160,7 +155,7 @@ async fn get_lease<S: Service>(
 }
 
 async fn put_lease<S: Service>(
-    State(context): State<Context<S>>,
+    State(context): Shared<S>,
     uid: Segment,
     request: Request,
 ) -> Answer {
@@ -177,7 +172,7 @@ async fn put_lease<S: Service>(
 }
 
 async fn delete_lease<S: Service>(
-    State(context): State<Context<S>>,
+    State(context): Shared<S>,
     uid: Segment,
     request: Request,
 ) -> Answer {
@@ -188,11 +183,7 @@ async fn delete_lease<S: Service>(
     Ok(json(StatusCode::OK, &lease))
 }
 
-async fn renew<S: Service>(
-    State(context): State<Context<S>>,
-    uid: Segment,
-    request: Request,
-) -> Answer {
+async fn renew<S: Service>(State(context): Shared<S>, uid: Segment, request: Request) -> Answer {
     let uid = checked_uid(uid)?;
     input::no_query(request.uri())?;
     let request = input::json_or_default(request, LEASE_BODY_LIMIT).await?;
@@ -200,11 +191,7 @@ async fn renew<S: Service>(
     Ok(json(StatusCode::OK, &lease))
 }
 
-async fn reset<S: Service>(
-    State(context): State<Context<S>>,
-    uid: Segment,
-    request: Request,
-) -> Answer {
+async fn reset<S: Service>(State(context): Shared<S>, uid: Segment, request: Request) -> Answer {
     let uid = checked_uid(uid)?;
     input::no_query(request.uri())?;
     let request = input::json(request, LEASE_BODY_LIMIT).await?;
@@ -212,11 +199,7 @@ async fn reset<S: Service>(
     Ok(json(StatusCode::OK, &lease))
 }
 
-async fn forget<S: Service>(
-    State(context): State<Context<S>>,
-    uid: Segment,
-    request: Request,
-) -> Answer {
+async fn forget<S: Service>(State(context): Shared<S>, uid: Segment, request: Request) -> Answer {
     let uid = checked_uid(uid)?;
     let epoch = input::epoch(request.uri())?;
     input::no_body(&request)?;
@@ -224,10 +207,10 @@ async fn forget<S: Service>(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-async fn watch_changes<S: Service>(State(context): State<Context<S>>, uri: Uri) -> Answer {
+async fn watch_changes<S: Service>(State(context): Shared<S>, uri: Uri) -> Answer {
     let since = input::since(&uri)?;
     let subscription = context.service.subscribe(since)?;
-    let mut response = Response::new(lines(subscription, context.stopping));
+    let mut response = Response::new(lines(subscription, context.stopping.clone()));
     let headers = response.headers_mut();
     headers.insert(
         CONTENT_TYPE,

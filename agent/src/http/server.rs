@@ -21,7 +21,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 use tower::ServiceExt;
-use tracing::{Instrument, debug, info, info_span, warn};
+use tracing::{Instrument, debug, debug_span, info, warn};
 
 use super::{
     ListenError, Options, Service,
@@ -197,7 +197,7 @@ struct Handler {
 
 impl Handler {
     async fn handle(self, request: Request<Incoming>) -> Response {
-        let span = info_span!(
+        let span = debug_span!(
             "request",
             method = %request.method(),
             path = request.uri().path(),

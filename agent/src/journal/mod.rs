@@ -256,7 +256,7 @@ impl Journal {
     /// it was written, and later writes may work again.
     pub fn write(
         &self,
-        records: Vec<Record>,
+        records: Arc<[Record]>,
     ) -> impl Future<Output = Result<(), Error>> + Send + use<> {
         let (done, answer) = oneshot::channel();
         let message = Message::Write(writer::Write {

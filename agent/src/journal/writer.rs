@@ -24,7 +24,7 @@ pub(super) enum Message {
 
 #[derive(Debug)]
 pub(super) struct Write {
-    pub(super) records: Vec<Record>,
+    pub(super) records: Arc<[Record]>,
     pub(super) done: oneshot::Sender<Result<(), Error>>,
     pub(super) pending: Pending,
 }
@@ -86,7 +86,7 @@ fn run(mut database: Database, lock: Lock, mut queue: mpsc::Receiver<Message>) {
 }
 
 fn commit(database: &mut Database, writes: Vec<Write>) {
-    let result = database.apply(writes.iter().flat_map(|write| &write.records));
+    let result = database.apply(writes.iter().flat_map(|write| &*write.records));
     if let Err(error) = &result {
         tracing::error!(%error, writes = writes.len(), "the journal could not be written");
     }

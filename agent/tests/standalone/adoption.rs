@@ -69,7 +69,7 @@ async fn assert_settled(node: &Node, replicas: u32, held: u32) {
     })
     .await;
     let branches = (replicas + held) as usize;
-    Inventory::settled(node, branches).assert_tidy(branches);
+    Inventory::settled(node, branches, 0).assert_tidy(branches);
     let status = node.client.node().await.unwrap();
     assert_eq!(status.quarantined, [], "{}", node.log());
 }

@@ -61,13 +61,17 @@ impl Inventory {
         }
     }
 
-    /// When there are so many addresses: they come and go a moment after the status says so, and
-    /// before any answer that names them.
-    pub(crate) fn settled(node: &Node, addresses: usize) -> Self {
+    /// When there are so many addresses and tombstones: addresses come and go a moment after the
+    /// status says so and before any answer that names them, and a tombstone that was found at the
+    /// start is no pool's.
+    pub(crate) fn settled(node: &Node, addresses: usize, tombstones: usize) -> Self {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
             let inventory = Self::of(node);
-            if inventory.addresses.len() == addresses || Instant::now() > deadline {
+            let settled = (addresses, tombstones);
+            if (inventory.addresses.len(), inventory.trash.len()) == settled
+                || Instant::now() > deadline
+            {
                 return inventory;
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -83,7 +83,7 @@ async fn leases_outlive_a_stop_by_either_signal_and_one_at_once() {
         pool.ready == 1 && pool.warming + pool.cleaning + pool.tombstones == 0
     })
     .await;
-    Inventory::settled(&node, 1).assert_tidy(1);
+    Inventory::settled(&node, 1, 0).assert_tidy(1);
     assert!(node.stop().success());
     node.assert_nothing_left();
 }
@@ -138,7 +138,7 @@ async fn leases_run_out_also_while_the_agent_is_down() {
         pool.ready == 2 && pool.warming + pool.cleaning + pool.tombstones == 0
     })
     .await;
-    let inventory = Inventory::settled(&node, 2);
+    let inventory = Inventory::settled(&node, 2, 0);
     inventory.assert_tidy(2);
     for lease in [lease, running, parked] {
         assert!(!inventory.branches.contains(&lease.branch));

@@ -30,7 +30,10 @@ impl Chaos {
         self.check_data().await;
         self.check_strays().await;
 
-        let mut inventory = Inventory::settled(&self.node, (self.replicas + held) as usize);
+        let in_trash = |path: &&String| path.starts_with("trash/");
+        let strays = self.strays.keys().filter(in_trash).count();
+        let branches = (self.replicas + held) as usize;
+        let mut inventory = Inventory::settled(&self.node, branches, strays);
         inventory.forget(self.strays.keys().map(String::as_str));
         let named = self.node.client.node().await.unwrap().quarantined;
         let kept: Vec<String> = named
@@ -43,7 +46,7 @@ impl Chaos {
             assert!(inventory.branches.remove(id), "{id} is named and not there");
             assert!(inventory.logs.remove(&format!("{id}.log")), "log of {id}");
         }
-        inventory.assert_tidy((self.replicas + held) as usize);
+        inventory.assert_tidy(branches);
         for held in self.held.values() {
             assert!(inventory.branches.contains(&held.lease.branch));
             assert!(inventory.addresses.contains(&held.lease.endpoint));
