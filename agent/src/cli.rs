@@ -87,6 +87,26 @@ pub struct Common {
     /// File with the bearer token that is wanted on TCP; needed for other than loopback addresses
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
+    /// Where the gateway takes Postgres clients; none: branches are reached on this machine alone
+    #[arg(long, value_name = "ADDRESS:PORT|none", default_value = "127.0.0.1:6432", value_parser = gateway)]
+    pub gateway: Listen,
+    /// Host name or address that holders are told to connect to [default: localhost for a loopback
+    /// address, otherwise the host's name]
+    #[arg(long, value_name = "NAME")]
+    pub gateway_host: Option<String>,
+    /// Also serve clients without TLS
+    #[arg(long)]
+    pub gateway_plaintext: bool,
+    /// Certificate of the gateway in PEM, followed when it changes [default: one of the agent's own
+    /// CA, whose certificate is ca.crt in --run-dir]
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Key of that certificate
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// What holders are told to trust with that certificate [default: what their system trusts]
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_ca: Option<PathBuf>,
     /// Name of this node [default: the host's name]
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub name: Option<String>,
@@ -122,6 +142,20 @@ pub enum LogFormat {
     Json,
 }
 
+/// An address, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listen(pub Option<SocketAddr>);
+
+fn gateway(text: &str) -> Result<Listen, String> {
+    if text == "none" {
+        return Ok(Listen(None));
+    }
+    let address = text.parse();
+    address
+        .map(|address| Listen(Some(address)))
+        .map_err(|_| "expected an IP address and a port, such as 0.0.0.0:6432, or none".to_owned())
+}
+
 /// Bytes as Kubernetes writes them: `20Gi`, `500M`, `1073741824`.
 fn size(text: &str) -> Result<u64, String> {
     text.parse::<branchpool_crds::Quantity>()
@@ -145,6 +179,14 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_gateway_may_be_none() {
+        assert_eq!(gateway("none"), Ok(Listen(None)));
+        let address = "127.0.0.1:6432".parse().unwrap();
+        assert_eq!(gateway("127.0.0.1:6432"), Ok(Listen(Some(address))));
+        assert!(gateway("localhost:6432").is_err());
     }
 
     #[test]

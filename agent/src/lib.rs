@@ -1,7 +1,9 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
 pub mod cli;
+pub mod credentials;
 pub mod engine;
+pub mod gateway;
 pub mod golden;
 pub mod http;
 pub mod journal;

@@ -9,10 +9,11 @@ use std::{
 };
 
 use branchpool_agent::{
-    cli::{Common, LogFormat, Run, Standalone},
+    cli::{Common, Listen, LogFormat, Run, Standalone},
     engine::{self, Config, Engine},
+    gateway::{self, Certificate, Gateway},
     http::{self, ListenError, Server},
-    plan::Limits,
+    plan::{Limits, Reach},
     preflight,
     standalone::{self, manifests},
     storage::{
@@ -25,7 +26,10 @@ use data_encoding::HEXLOWER;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sha2::{Digest, Sha256};
 use snafu::{ResultExt, Snafu};
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::watch,
+};
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
@@ -41,6 +45,8 @@ enum Error {
     Engine { source: engine::Error },
     #[snafu(display("{source}"), context(false))]
     Listen { source: ListenError },
+    #[snafu(display("{source}"), context(false))]
+    Gateway { source: gateway::Error },
     #[snafu(display("{source}"), context(false))]
     Manifests { source: manifests::Error },
     #[snafu(
@@ -64,6 +70,7 @@ impl Error {
             Self::LoopFile { .. }
             | Self::Layout { .. }
             | Self::Listen { .. }
+            | Self::Gateway { .. }
             | Self::Manifests { .. } => 78,
             Self::Engine { source } => source.exit_code(),
             Self::SupervisorLost | Self::Supervisor { .. } => 69,
@@ -179,11 +186,16 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         token_file: common.token_file,
     })
     .await?;
+    let node = host_name();
+    let gateway = match gateway_options(&common) {
+        Some(options) => Some(Gateway::bind(options, &layout, &node).await?),
+        None => None,
+    };
     let cores = u32::try_from(available_parallelism().map_or(1, usize::from)).unwrap_or(1);
     let engine = Engine::start(Config {
-        name: common.name.unwrap_or_else(host_name),
+        name: common.name.unwrap_or_else(|| node.clone()),
         cgroup_name: cgroup_name(root),
-        layout,
+        layout: layout.clone(),
         supervisor: Supervisor::from_env()?,
         installations: found.installations,
         disk_user: found.disk_user,
@@ -195,6 +207,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
         open_api,
+        reach: gateway.as_ref().map_or(Reach::Socket, Gateway::reach),
         default_concurrency: cores + 1,
     })
     .await?;
@@ -203,12 +216,31 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         Some(paths) => Some(standalone::start(engine.clone(), &paths).await?),
         None => None,
     };
-    info!(socket = %socket.display(), tcp = ?server.tcp_address(), "serving");
+    info!(
+        socket = %socket.display(),
+        tcp = ?server.tcp_address(),
+        gateway = ?gateway.as_ref().map(Gateway::address),
+        "serving"
+    );
 
-    let (stop_serving, stopped) = tokio::sync::oneshot::channel::<()>();
-    let serving = tokio::spawn(server.serve(engine.clone(), async move {
-        let _asked_or_dropped = stopped.await;
-    }));
+    let (stop_serving, stopped) = watch::channel(());
+    let until = |mut stopped: watch::Receiver<()>| async move {
+        let _asked_or_dropped = stopped.changed().await;
+    };
+    let serving = tokio::spawn(server.serve(engine.clone(), until(stopped.clone())));
+    let gateway = match gateway {
+        Some(gateway) => {
+            let tls = gateway.identities(&layout, &node).await?;
+            let (directory, metrics) = engine.gateway();
+            Some(tokio::spawn(gateway.serve(
+                directory,
+                metrics,
+                tls,
+                until(stopped),
+            )))
+        }
+        None => None,
+    };
     let mut following = tokio::spawn(async move {
         match following {
             Some(following) => following.run().await,
@@ -238,9 +270,31 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         }
     }
     drop(stop_serving);
-    // The server ends its watches and lets requests finish, within a bound of its own.
+    // The server ends its watches and lets requests finish, within a bound of its own, and so does the
+    // gateway.
     let _ended = serving.await;
+    if let Some(gateway) = gateway {
+        let _ended = gateway.await;
+    }
     outcome
+}
+
+fn gateway_options(common: &Common) -> Option<gateway::Options> {
+    let Listen(address) = common.gateway;
+    let certificate = match (&common.tls_cert, &common.tls_key) {
+        (Some(certificate), Some(key)) => Certificate::Files {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            authority: common.tls_ca.clone(),
+        },
+        _ => Certificate::Own,
+    };
+    Some(gateway::Options {
+        address: address?,
+        host: common.gateway_host.clone(),
+        certificate,
+        plaintext: common.gateway_plaintext,
+    })
 }
 
 /// SIGTERM and SIGINT alike.

@@ -117,13 +117,20 @@ pub struct Lease {
     pub endpoint: String,
     /// Golden image generation that the branch was made from.
     pub generation: u64,
-    /// Directory of the Unix socket (`host` for libpq).
+    /// Of the node's gateway; on a node without one the directory of the Unix socket, as `host` for
+    /// libpq.
     pub host: String,
     pub port: u16,
     pub database: String,
+    /// `<role>.<endpoint>` for the gateway, the role alone for a Unix socket.
     pub user: String,
-    /// `postgresql://…` with everything that a driver needs.
+    /// Only in answers to whoever takes, renews or resets the lease, and only for the gateway.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub password: Option<String>,
+    /// `postgresql://…` with everything that a driver needs, the password where that is told.
     pub uri: String,
+    /// Directory of the branch's Unix socket, for those on the node whom the server lets in there.
+    pub socket: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub holder: Option<String>,
     pub bound_at: u64,

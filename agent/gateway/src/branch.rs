@@ -93,6 +93,7 @@ pub struct Activity {
 #[derive(Debug)]
 pub struct Branch {
     facts: Facts,
+    verifier: Mutex<Verifier>,
     state: watch::Sender<State>,
     /// Somebody waits for a suspended server.
     wanted: watch::Sender<bool>,
@@ -113,6 +114,7 @@ impl Branch {
     /// Starts as [`State::Serving`].
     pub fn new(facts: Facts) -> Arc<Self> {
         Arc::new(Self {
+            verifier: Mutex::new(facts.verifier.clone()),
             facts,
             state: watch::Sender::new(State::Serving),
             wanted: watch::Sender::new(false),
@@ -129,6 +131,22 @@ impl Branch {
 
     pub fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    /// What a password is checked against now.
+    pub fn verifier(&self) -> Verifier {
+        self.verifier
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Another endpoint leads here from now on, with a password of its own.
+    pub fn set_verifier(&self, verifier: Verifier) {
+        *self
+            .verifier
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = verifier;
     }
 
     pub fn state(&self) -> State {

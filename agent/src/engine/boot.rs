@@ -20,7 +20,7 @@ use super::{
 use crate::{
     golden,
     journal::{self, Contents, Kind},
-    plan::{Observed, ObservedBranch, PoolUid, Records, Slot},
+    plan::{Node, Observed, ObservedBranch, PoolUid, Records, Slot, State},
     postgres::{
         pidfile::PidFile,
         server::{self, Server},
@@ -49,6 +49,8 @@ pub enum Error {
     Cgroup {
         source: branchpool_sys::cgroup::Error,
     },
+    #[snafu(display("the passwords of leases could not be made ready: {message}"))]
+    Passwords { message: String },
 }
 
 /// The journal's contents as typed records.
@@ -301,6 +303,34 @@ pub(super) async fn take_over(world: &Arc<World>, running: BTreeMap<BranchId, Ru
         let mut runtime = runtime.lock().await;
         super::steps::watch_exit(world, &mut runtime, id, server);
     }
+}
+
+/// Of the branches whose servers were started before: what a lease needs must be there before it is
+/// answered, or asked for by a client.
+pub(super) async fn prepare_addresses(world: &Arc<World>, node: &Node) -> Result<(), Error> {
+    let taken_over = node.branches.values().filter(|branch| {
+        matches!(
+            branch.state,
+            State::Started | State::Leased { .. } | State::Parked { .. }
+        )
+    });
+    let mut preparing = tokio::task::JoinSet::new();
+    for branch in taken_over {
+        let Some(facts) = world.image(&branch.pool, branch.generation) else {
+            continue;
+        };
+        let (addresses, pool) = (Arc::clone(&world.addresses), branch.pool.clone());
+        let (id, endpoint) = (branch.id, branch.endpoint);
+        preparing.spawn_blocking(move || {
+            addresses.prepare(endpoint, id, &pool, &facts.role, &facts.database);
+        });
+    }
+    while let Some(prepared) = preparing.join_next().await {
+        prepared.map_err(|error| Error::Passwords {
+            message: error.to_string(),
+        })?;
+    }
+    Ok(())
 }
 
 /// The facts of all sealed images.

@@ -5,16 +5,13 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
-    os::unix::fs::symlink,
-    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{files, steps::blocking};
+use super::{addresses::Addresses, files, steps::blocking};
 use crate::{
     journal::{self, Journal, Kind, Record},
     plan::{Answer, Entry, LinkChange, Refusal},
@@ -79,7 +76,7 @@ pub(super) struct Committer {
 }
 
 impl Committer {
-    pub(super) fn start(journal: Journal, layout: Layout) -> Self {
+    pub(super) fn start(journal: Journal, layout: Layout, addresses: Arc<Addresses>) -> Self {
         let (queue, work) = queue();
         let (done_sender, done) = watch::channel(0);
         let (failing_sender, failing) = watch::channel(None);
@@ -91,7 +88,14 @@ impl Committer {
             refused: BTreeMap::new(),
             failing: failing_sender,
         };
-        tokio::spawn(run(work, retries, layout, done_sender, publications));
+        tokio::spawn(run(
+            work,
+            retries,
+            layout,
+            addresses,
+            done_sender,
+            publications,
+        ));
         Self {
             queue,
             journal,
@@ -177,6 +181,7 @@ async fn run(
     mut queue: mpsc::UnboundedReceiver<Work>,
     mut retries: Retries,
     layout: Layout,
+    addresses: Arc<Addresses>,
     done: watch::Sender<u64>,
     mut publications: watch::Receiver<u64>,
 ) {
@@ -214,7 +219,7 @@ async fn run(
                 .await,
         );
         for Sequel { links, reply } in work.sequels {
-            apply_links(&layout, &links);
+            links.iter().for_each(|link| addresses.apply(link));
             if let Some((reply, answer)) = reply {
                 let _caller_is_gone = reply.send(result.clone().map(|()| answer));
             }
@@ -301,36 +306,6 @@ impl Retries {
 
 fn lock(batch: &Mutex<Batch>) -> MutexGuard<'_, Batch> {
     batch.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn apply_links(layout: &Layout, links: &[LinkChange]) {
-    for link in links {
-        let (result, endpoint) = match link {
-            LinkChange::Point { endpoint, branch } => (
-                point(&layout.endpoint(endpoint), &layout.endpoint_target(branch)),
-                endpoint,
-            ),
-            LinkChange::Remove { endpoint } => (remove(&layout.endpoint(endpoint)), endpoint),
-        };
-        if let Err(error) = result {
-            tracing::error!(%endpoint, %error, "the address could not be changed; is the run directory writable?");
-        }
-    }
-}
-
-/// By rename, so that the address leads somewhere at any time.
-fn point(link: &Path, target: &Path) -> io::Result<()> {
-    let new = link.with_extension("new");
-    remove(&new)?;
-    symlink(target, &new)?;
-    fs::rename(&new, link)
-}
-
-fn remove(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
 }
 
 fn key(record: &Record) -> (Kind, String) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use branchpool_supervisor::client::Supervisor;
 
 use crate::{
-    plan::Limits,
+    plan::{Limits, Reach},
     postgres::installation::{Installation, OsUser},
     storage::Layout,
 };
@@ -32,6 +32,8 @@ pub struct Config {
     pub log_cap: u64,
     /// The API is served on TCP to whoever asks.
     pub open_api: bool,
+    /// What holders are told; it says whether there is a gateway to be fed.
+    pub reach: Reach,
     /// Starts at a time in pools that do not say.
     pub default_concurrency: u32,
 }

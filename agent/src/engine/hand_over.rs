@@ -54,8 +54,8 @@ pub(super) fn queue() -> (
     mpsc::unbounded_channel()
 }
 
-/// Makes the branch its holder's. Without a gateway the session cannot be passed on, and it would
-/// be in the way of DROP DATABASE, so it ends; what it warmed stays.
+/// Makes the branch its holder's. A session that no gateway can pass on would be in the way of DROP
+/// DATABASE, so it ends; what it warmed stays.
 async fn carry_out(world: &Arc<World>, next: HandOver) {
     let HandOver {
         branch: id,
@@ -64,8 +64,8 @@ async fn carry_out(world: &Arc<World>, next: HandOver) {
         pool,
         runtime,
     } = next;
-    let mut runtime = runtime.lock().await;
-    runtime.session = None;
+    let runtime = runtime.lock().await;
+    world.addresses.close_session(&id);
     let Some(server) = runtime.server.clone() else {
         return;
     };

@@ -44,6 +44,7 @@ pub(super) struct Metrics {
     refusals: Family<Reason, Counter>,
     space: Family<Kind, Gauge<i64, AtomicI64>>,
     gates: Family<Reason, Gauge<i64, AtomicI64>>,
+    pub(super) gateway: branchpool_gateway::Metrics,
     pub(super) leases: Gauge<i64, AtomicI64>,
     pub(super) quarantined: Gauge<i64, AtomicI64>,
     pub(super) journal_pending: Gauge<i64, AtomicI64>,
@@ -73,6 +74,7 @@ impl Metrics {
             refusals: Family::default(),
             space: Family::default(),
             gates: Family::default(),
+            gateway: branchpool_gateway::Metrics::default(),
             leases: Gauge::default(),
             quarantined: Gauge::default(),
             journal_pending: Gauge::default(),
@@ -93,6 +95,7 @@ impl Metrics {
     }
 
     fn register(&self, registry: &mut Registry) {
+        self.gateway.register(registry);
         registry.register(
             "branches",
             "Branches of a pool by state",

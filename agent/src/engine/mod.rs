@@ -1,6 +1,7 @@
 //! The shell around the core: carries out what [`crate::plan`] decides.
 
 mod actor;
+mod addresses;
 mod boot;
 mod build;
 mod committer;
@@ -38,6 +39,7 @@ pub use config::Config;
 
 use self::{
     actor::{Actor, Envelope},
+    addresses::Addresses,
     committer::Committer,
     desired::Abilities,
     metrics::Metrics,
@@ -134,13 +136,23 @@ impl Engine {
             postgres_majors: config.majors(),
         });
         let branches = Branches::new(config.layout.clone(), key.clone());
+        let addresses = Arc::new(Addresses::new(
+            config.layout.clone(),
+            key.clone(),
+            config.reach,
+        ));
         let (hand_overs, handed_over) = hand_over::queue();
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
             branches: branches.clone(),
             supervisor: config.supervisor,
             watcher: readiness::Watcher::new().context(WatcherSnafu)?,
-            committer: Committer::start(journal.clone(), config.layout),
+            committer: Committer::start(
+                journal.clone(),
+                config.layout,
+                Arc::clone(&addresses),
+            ),
+            addresses,
             installations: config.installations,
             disk_user: config.disk_user,
             uid_base: config.uid_base,
@@ -178,6 +190,7 @@ impl Engine {
         let now = world.clock.now();
         let on_disk = observed.branches.keys().copied().collect();
         let (node, effects) = Node::adopt(config.limits, key.clone(), rng, records, observed, now);
+        boot::prepare_addresses(&world, &node).await.context(BootSnafu)?;
         {
             let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
             blocking(move || leftovers.remove()).await?;
@@ -287,6 +300,12 @@ impl Engine {
         settings: Option<Arc<desired::Settings>>,
     ) -> Option<Result<Box<crate::plan::Answer>, crate::plan::Refusal>> {
         actor::ask(&self.commands, command, settings).await
+    }
+
+    /// What the node's gateway is to be served with.
+    pub fn gateway(&self) -> (branchpool_gateway::Directory, branchpool_gateway::Metrics) {
+        let directory = self.world.addresses.directory().clone();
+        (directory, self.world.metrics.gateway.clone())
     }
 
     /// The supervisor is gone, and with it every start of a server.

@@ -5,12 +5,12 @@ use std::{sync::Arc, time::Instant};
 use super::{
     build, files,
     hand_over::HandOver,
-    steps::{self, blocking},
+    steps::{self, Origin, blocking},
     stop,
     world::World,
 };
 use crate::{
-    plan::{Action, Completion, Event, Failure, Kick, Millis, Node, PoolUid},
+    plan::{Action, Completion, Event, Failure, Kick, Node, PoolUid},
     storage::ids::BranchId,
 };
 
@@ -44,10 +44,12 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
             pool,
             deadline,
         } => {
-            let generation = generation(node, branch);
+            let Some(origin) = origin(node, branch) else {
+                return;
+            };
             tell_the_end(Arc::clone(&world), async move {
                 let limit = world.clock.until(deadline);
-                let result = steps::start(&world, branch, slot, generation, &pool, limit).await;
+                let result = steps::start(&world, origin, slot, &pool, limit).await;
                 note_failure(&world, &result);
                 Completion::Started { branch, result }
             });
@@ -64,11 +66,12 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
             Completion::Preconnected { branch, result }
         }),
         Action::Restart { branch, slot, pool } => {
-            let generation = generation(node, branch);
+            let Some(origin) = origin(node, branch) else {
+                return;
+            };
             let committed = world.committer.submitted();
             tell_the_end(Arc::clone(&world), async move {
-                let result =
-                    steps::restart(&world, branch, slot, generation, &pool, committed).await;
+                let result = steps::restart(&world, origin, slot, &pool, committed).await;
                 if result.is_ok() {
                     world.metrics.restarts.inc();
                 }
@@ -143,6 +146,7 @@ fn hand_over(node: &Node, world: &World, branch: BranchId) {
     if let Err(error) = files::absent(std::fs::remove_file(world.layout.branch_unused(&branch))) {
         tracing::warn!(%branch, %error, "the branch is still marked as unused");
     }
+    world.addresses.offer_session(&branch);
     world.hand_over(HandOver {
         branch,
         slot: state.slot,
@@ -167,8 +171,12 @@ fn drop_golden(world: Arc<World>, pool: PoolUid, generation: u64, id: BranchId) 
     });
 }
 
-fn generation(node: &Node, id: BranchId) -> Millis {
-    node.branches.get(&id).map_or(0, |branch| branch.generation)
+fn origin(node: &Node, id: BranchId) -> Option<Origin> {
+    node.branches.get(&id).map(|branch| Origin {
+        branch: id,
+        endpoint: branch.endpoint,
+        generation: branch.generation,
+    })
 }
 
 fn note_failure(world: &World, result: &Result<(), Failure>) {

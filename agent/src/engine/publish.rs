@@ -71,9 +71,10 @@ impl Publisher {
         let now = world.clock.now();
         for uid in std::mem::take(&mut self.leases) {
             if let Some(lease) = node.leases.get(&uid) {
-                let host = world.layout.endpoint(&lease.endpoint);
-                self.log
-                    .lease(lease.view(&uid.0, &host.display().to_string()));
+                let socket = world.layout.endpoint(&lease.endpoint);
+                let socket = socket.display().to_string();
+                let reach = world.addresses.reach();
+                self.log.lease(lease.view(&uid.0, &socket, reach, None));
             } else {
                 self.log.lease_gone(&uid.0);
             }
@@ -81,6 +82,7 @@ impl Publisher {
         for uid in std::mem::take(&mut self.pools) {
             let Some(status) = node.pool_status(&uid, now) else {
                 world.drop_settings(&uid);
+                world.addresses.forget_pool(&uid);
                 build::remove_auth(&world.layout, &uid);
                 if let Some(gone) = self.log.known_pool(uid.as_str()) {
                     world

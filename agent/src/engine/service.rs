@@ -161,8 +161,18 @@ impl Engine {
                 lease,
                 created,
             } => {
-                let host = self.world.layout.endpoint(&lease.endpoint);
-                Ok((lease.view(&uid.0, &host.display().to_string()), created))
+                let addresses = &self.world.addresses;
+                let socket = self.world.layout.endpoint(&lease.endpoint);
+                let password = addresses
+                    .password(&lease.endpoint)
+                    .filter(|_| lease.is_bound());
+                let lease = lease.view(
+                    &uid.0,
+                    &socket.display().to_string(),
+                    addresses.reach(),
+                    password.as_deref(),
+                );
+                Ok((lease, created))
             }
             other => Err(unexpected(&other)),
         }

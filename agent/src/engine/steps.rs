@@ -8,6 +8,7 @@ use rustix::fs::{Gid, Uid};
 use tokio::{sync::oneshot, time::timeout};
 
 use super::{
+    addresses::Release,
     desired::Settings,
     files,
     world::{Runtime, World},
@@ -21,9 +22,12 @@ use crate::{
         pidfile,
         sandbox::Isolation,
         server::{self, Launch, Server},
-        session::{Session, Startup},
+        session::{Session, Startup, WAIT_FOR_EVER},
     },
-    storage::{ids::BranchId, tree::remove_tree},
+    storage::{
+        ids::{BranchId, EndpointId},
+        tree::remove_tree,
+    },
 };
 
 /// Share of the CPU of a branch that warms, against 100 of one that is leased: moderately lower,
@@ -84,39 +88,47 @@ pub(super) async fn snapshot(
     }
 }
 
+/// A branch, where it is reached, and what it was made from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Origin {
+    pub(super) branch: BranchId,
+    pub(super) endpoint: EndpointId,
+    pub(super) generation: u64,
+}
+
 /// Starts the server of a fresh branch.
 pub(super) async fn start(
     world: &Arc<World>,
-    id: BranchId,
+    origin: Origin,
     slot: Slot,
-    generation: u64,
     pool: &PoolUid,
     limit: Duration,
 ) -> Result<(), Failure> {
-    let runtime = world.runtime(id);
+    let runtime = world.runtime(origin.branch);
     let mut runtime = runtime.lock().await;
     launch(
         world,
         &mut runtime,
-        id,
+        origin,
         slot,
-        generation,
         pool,
         Phase::Warming,
         limit,
     )
-    .await
+    .await?;
+    let facts = image(world, pool, origin.generation)?;
+    prepare_address(world, origin, pool, &facts).await
 }
 
 /// Starts the server of a leased branch again, after all that ran on its data is gone.
 pub(super) async fn restart(
     world: &Arc<World>,
-    id: BranchId,
+    origin: Origin,
     slot: Slot,
-    generation: u64,
     pool: &PoolUid,
     committed: u64,
 ) -> Result<(), Failure> {
+    let id = origin.branch;
     world.committer.committed(committed).await;
     let runtime = world.runtime(id);
     let mut runtime = runtime.lock().await;
@@ -146,9 +158,8 @@ pub(super) async fn restart(
     launch(
         world,
         &mut runtime,
-        id,
+        origin,
         slot,
-        generation,
         pool,
         phase,
         RESTART_TIMEOUT,
@@ -163,13 +174,17 @@ pub(super) async fn restart(
 async fn launch(
     world: &Arc<World>,
     runtime: &mut Runtime,
-    id: BranchId,
+    origin: Origin,
     slot: Slot,
-    generation: u64,
     pool: &PoolUid,
     phase: Phase,
     limit: Duration,
 ) -> Result<(), Failure> {
+    let Origin {
+        branch: id,
+        generation,
+        ..
+    } = origin;
     let started = std::time::Instant::now();
     let settings = world.settings(pool).ok_or_else(|| {
         failure(
@@ -256,6 +271,26 @@ async fn launch(
     Ok(())
 }
 
+/// Ahead of the lease, for it takes some milliseconds.
+pub(super) async fn prepare_address(
+    world: &Arc<World>,
+    origin: Origin,
+    pool: &PoolUid,
+    facts: &Arc<Facts>,
+) -> Result<(), Failure> {
+    let (addresses, pool, facts) = (
+        Arc::clone(&world.addresses),
+        pool.clone(),
+        Arc::clone(facts),
+    );
+    let Origin {
+        branch, endpoint, ..
+    } = origin;
+    blocking(move || addresses.prepare(endpoint, branch, &pool, &facts.role, &facts.database))
+        .await
+        .map_err(|error| failure("StartFailed", error))
+}
+
 /// Tells the core when the server ends by itself.
 pub(super) fn watch_exit(world: &Arc<World>, runtime: &mut Runtime, id: BranchId, server: Server) {
     let (watched, world) = (server.clone(), Arc::clone(world));
@@ -264,6 +299,7 @@ pub(super) fn watch_exit(world: &Arc<World>, runtime: &mut Runtime, id: BranchId
             Ok(()) => format!("process {} is gone", watched.pid),
             Err(error) => error.to_string(),
         };
+        world.addresses.restarting(&id);
         world.tell(Event::ServerExited { branch: id, detail }).await;
     }));
     runtime.server = Some(server);
@@ -344,7 +380,7 @@ pub(super) async fn preconnect(
 ) -> Result<(), Failure> {
     let started = std::time::Instant::now();
     let runtime = world.runtime(id);
-    let mut runtime = runtime.lock().await;
+    let _alone = runtime.lock().await;
     let session = timeout(
         limit.min(SESSION_TIMEOUT),
         connect(world, id, pool, generation),
@@ -357,7 +393,7 @@ pub(super) async fn preconnect(
         )
     })?
     .map_err(|error| failure("PreconnectFailed", error))?;
-    runtime.session = Some(hold(world, id, session));
+    hold(world, id, session);
     world
         .metrics
         .preconnect
@@ -375,14 +411,13 @@ pub(super) async fn connect(
     let startup = Startup {
         user: image.role.clone(),
         database: image.database.clone(),
-        parameters: Vec::new(),
+        parameters: world.addresses.profile(pool),
     };
     let mut session = Session::open(&world.layout.branch_socket_dir(&id), startup)
         .await
         .map_err(|error| error.to_string())?;
-    // A setting of the image must not cut what waits.
     session
-        .execute("SET idle_session_timeout = 0")
+        .execute(WAIT_FOR_EVER)
         .await
         .map_err(|error| error.to_string())?;
     let one = session
@@ -397,8 +432,9 @@ pub(super) async fn connect(
 }
 
 /// Keeps a session until it is asked for or ends by itself.
-fn hold(world: &Arc<World>, id: BranchId, mut session: Session) -> oneshot::Sender<()> {
-    let (close, closed) = oneshot::channel();
+fn hold(world: &Arc<World>, id: BranchId, mut session: Session) {
+    let (release, released) = oneshot::channel();
+    world.addresses.hold_session(id, release);
     let world = Arc::clone(world);
     tokio::spawn(async move {
         tokio::select! {
@@ -406,8 +442,22 @@ fn hold(world: &Arc<World>, id: BranchId, mut session: Session) -> oneshot::Send
                 tracing::warn!(branch = %id, %error, "the preconnected session ended");
                 world.tell(Event::SessionClosed { branch: id }).await;
             }
-            _ = closed => session.terminate().await,
+            release = released => match release {
+                Ok(Release::Offer(branch)) => offer(&branch, session).await,
+                Ok(Release::Close) | Err(_) => session.terminate().await,
+            },
         }
     });
-    close
+}
+
+/// A client may have been faster than the session: then it is of no use any more.
+async fn offer(branch: &branchpool_gateway::Branch, session: Session) {
+    match session.into_gateway() {
+        Ok(session) => {
+            if let Err(unwanted) = branch.offer_session(session) {
+                unwanted.terminate().await;
+            }
+        }
+        Err(session) => session.terminate().await,
+    }
 }

@@ -30,6 +30,7 @@ pub(super) async fn stop(
     let started = std::time::Instant::now();
     let runtime = world.runtime(id);
     let mut runtime = runtime.lock().await;
+    world.addresses.forget(&id).await;
     let clean = stop_server(world, &mut runtime, slot, mode).await?;
     let mut bytes = 0;
     match after {
@@ -51,7 +52,6 @@ async fn stop_server(
     slot: Slot,
     mode: StopMode,
 ) -> Result<bool, String> {
-    runtime.session = None;
     if let Some(watch) = runtime.exit_watch.take() {
         watch.abort();
     }

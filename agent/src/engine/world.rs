@@ -15,6 +15,7 @@ use tokio::{
 };
 
 use super::{
+    addresses::Addresses,
     committer::Committer, desired::Settings, hand_over::HandOver, metrics::Metrics,
     precedence::Precedence,
 };
@@ -71,8 +72,6 @@ pub(super) fn millis(duration: Duration) -> u64 {
 pub(super) struct Runtime {
     pub(super) server: Option<Server>,
     pub(super) exit_watch: Option<JoinHandle<()>>,
-    /// Dropping it closes the preconnected session.
-    pub(super) session: Option<oneshot::Sender<()>>,
 }
 
 /// One lock per branch: its steps never overlap, whatever their order of arrival.
@@ -86,6 +85,7 @@ pub(super) struct World {
     pub(super) supervisor: Supervisor,
     pub(super) watcher: Watcher,
     pub(super) committer: Committer,
+    pub(super) addresses: Arc<Addresses>,
     pub(super) installations: Arc<[Installation]>,
     pub(super) disk_user: OsUser,
     pub(super) uid_base: u32,
@@ -118,6 +118,7 @@ pub(super) struct Parts {
     pub(super) supervisor: Supervisor,
     pub(super) watcher: Watcher,
     pub(super) committer: Committer,
+    pub(super) addresses: Arc<Addresses>,
     pub(super) installations: Vec<Installation>,
     pub(super) disk_user: OsUser,
     pub(super) uid_base: u32,
@@ -145,6 +146,7 @@ impl World {
             supervisor: parts.supervisor,
             watcher: parts.watcher,
             committer: parts.committer,
+            addresses: parts.addresses,
             installations: parts.installations.into(),
             disk_user: parts.disk_user,
             uid_base: parts.uid_base,

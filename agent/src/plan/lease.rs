@@ -7,6 +7,19 @@ use branchpool_agent_api::{Lease, LeasePhase, PoolName};
 use super::{LeaseRecord, Millis, Now, PoolUid};
 use crate::storage::ids::{BranchId, EndpointId};
 
+/// How holders reach the branches of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Each by its Unix socket, on the node alone.
+    Socket,
+    Gateway {
+        host: String,
+        port: u16,
+        /// What libpq has to know besides, such as `sslmode`.
+        parameters: Vec<(&'static str, String)>,
+    },
+}
+
 /// One lease. Wall-clock fields are milliseconds since the Unix epoch, for people and the journal;
 /// `deadline` is what expiry goes by.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,9 +100,9 @@ impl LeaseState {
         }
     }
 
-    /// As the API shows it; `host` is the directory that the endpoint's socket is reached through.
-    pub fn view(&self, uid: &str, host: &str) -> Lease {
-        let (database, user) = (&self.database, &self.role);
+    /// As the API shows it; `socket` is the directory that the endpoint's socket is reached through.
+    pub fn view(&self, uid: &str, socket: &str, reach: &Reach, password: Option<&str>) -> Lease {
+        let address = self.address(socket, reach, password);
         Lease {
             uid: uid.to_owned(),
             pool: self.pool_name.clone(),
@@ -100,16 +113,13 @@ impl LeaseState {
             branch: self.branch.to_string(),
             endpoint: self.endpoint.to_string(),
             generation: self.generation,
-            uri: format!(
-                "postgresql://{}@/{}?host={}",
-                escape(user),
-                escape(database),
-                escape(host)
-            ),
-            host: host.to_owned(),
-            port: 5432,
-            database: database.clone(),
-            user: user.clone(),
+            uri: address.uri,
+            host: address.host,
+            port: address.port,
+            database: self.database.clone(),
+            user: address.user,
+            password: address.password,
+            socket: socket.to_owned(),
             holder: self.holder.clone(),
             bound_at: self.bound_at,
             expires_at: self.expires_at,
@@ -117,6 +127,59 @@ impl LeaseState {
             restarts: self.restarts,
         }
     }
+
+    fn address(&self, socket: &str, reach: &Reach, password: Option<&str>) -> Address {
+        let (role, database) = (&self.role, escape(&self.database));
+        match reach {
+            Reach::Socket => Address {
+                uri: format!(
+                    "postgresql://{}@/{database}?host={}",
+                    escape(role),
+                    escape(socket)
+                ),
+                host: socket.to_owned(),
+                port: 5432,
+                user: role.clone(),
+                password: None,
+            },
+            Reach::Gateway {
+                host,
+                port,
+                parameters,
+            } => {
+                let user = format!("{role}.{}", self.endpoint);
+                let secret = password.map_or_else(String::new, |password| format!(":{password}"));
+                let at = if host.contains(':') {
+                    format!("[{host}]")
+                } else {
+                    host.clone()
+                };
+                let query: Vec<String> = parameters
+                    .iter()
+                    .map(|(name, value)| format!("{name}={}", escape(value)))
+                    .collect();
+                Address {
+                    uri: format!(
+                        "postgresql://{}{secret}@{at}:{port}/{database}?{}",
+                        escape(&user),
+                        query.join("&")
+                    ),
+                    host: host.clone(),
+                    port: *port,
+                    user,
+                    password: password.map(ToOwned::to_owned),
+                }
+            }
+        }
+    }
+}
+
+struct Address {
+    host: String,
+    port: u16,
+    user: String,
+    password: Option<String>,
+    uri: String,
 }
 
 /// Percent-encodes all but unreserved characters and `/`, as libpq decodes it.

@@ -217,7 +217,6 @@ impl Node {
         };
         let given_up = std::mem::replace(&mut branch.endpoint, lease.endpoint);
         let generation = branch.generation;
-        effects.unlink(given_up);
         self.hand_over(id, &uid, effects);
         let old = lease.branch;
         let mut lease = LeaseState {
@@ -235,6 +234,8 @@ impl Node {
         effects.lease_changed(&uid);
         effects.journal(Entry::Lease(uid.clone(), Box::new(lease.record(now))));
         effects.link(lease.endpoint, id);
+        // After it has got the other: without any address it would count as given back.
+        effects.unlink(given_up);
         let answer = Answer::Lease {
             uid,
             lease: Box::new(lease),

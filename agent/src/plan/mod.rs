@@ -30,7 +30,7 @@ pub use cleanup::Kick;
 pub use command::{Answer, Command, Refusal};
 pub use completion::{Completion, Stopped};
 pub use golden::{Generation, GenerationState, Image};
-pub use lease::LeaseState;
+pub use lease::{LeaseState, Reach};
 pub use node::{Action, Effects, Event, Limits, LinkChange, Node, Now, Token};
 pub use pool::{Counts, Pool};
 pub use pressure::{Pressure, Sample, pressure};

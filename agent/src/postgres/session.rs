@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use bytes::BytesMut;
+use bytes::{BufMut, Bytes, BytesMut};
 use fallible_iterator::FallibleIterator;
 use postgres_protocol::message::{
     backend::{DataRowBody, ErrorFields, Header, Message},
@@ -31,6 +31,9 @@ const MAX_MESSAGE: i32 = 16 << 20;
 const MAX_ANSWER: usize = 32 << 20;
 /// Most notices kept for whoever takes the session over.
 const MAX_NOTICES: usize = 16;
+/// A setting of the image must not cut what waits, and counts again for whom it is handed to.
+pub const WAIT_FOR_EVER: &str = "SET idle_session_timeout = 0";
+const WAIT_AS_SET: &str = "RESET idle_session_timeout";
 /// How long a polite goodbye may take.
 const TERMINATE_TIMEOUT: Duration = Duration::from_millis(200);
 
@@ -96,6 +99,33 @@ impl std::fmt::Display for ServerError {
 }
 
 impl ServerError {
+    /// As a `NoticeResponse` on the wire.
+    fn notice(&self) -> Bytes {
+        let mut fields = BytesMut::new();
+        let (detail, hint) = (self.detail.as_deref(), self.hint.as_deref());
+        for (tag, value) in [
+            (b'S', Some(&*self.severity)),
+            (b'V', Some(&*self.severity)),
+            (b'C', Some(&*self.sqlstate)),
+            (b'M', Some(&*self.message)),
+            (b'D', detail),
+            (b'H', hint),
+        ] {
+            if let Some(value) = value {
+                fields.put_u8(tag);
+                fields.put_slice(value.as_bytes());
+                fields.put_u8(0);
+            }
+        }
+        fields.put_u8(0);
+        let mut message = BytesMut::with_capacity(fields.len() + 5);
+        message.put_u8(b'N');
+        // The length counts itself.
+        message.put_u32(u32::try_from(fields.len() + 4).unwrap_or(u32::MAX));
+        message.put_slice(&fields);
+        message.freeze()
+    }
+
     fn read(mut fields: ErrorFields<'_>) -> Self {
         let mut error = Self::default();
         while let Ok(Some(field)) = fields.next() {
@@ -138,20 +168,6 @@ pub struct Session {
     parameters: BTreeMap<String, String>,
     cancel_key: Option<CancelKey>,
     notices: Vec<ServerError>,
-}
-
-/// A session taken apart, for the gateway.
-#[derive(Debug)]
-pub struct Parts {
-    pub stream: UnixStream,
-    /// Bytes that were read but belong to no complete message yet.
-    pub buffer: BytesMut,
-    pub startup: Startup,
-    /// `ParameterStatus`, merged.
-    pub parameters: BTreeMap<String, String>,
-    pub cancel_key: Option<CancelKey>,
-    /// Notices that nobody has seen yet.
-    pub notices: Vec<ServerError>,
 }
 
 impl Session {
@@ -265,15 +281,23 @@ impl Session {
         &self.startup
     }
 
-    pub fn into_parts(self) -> Parts {
-        Parts {
+    /// For the gateway's first client. Comes back when the server gave no key to cancel by.
+    pub fn into_gateway(self) -> Result<branchpool_gateway::Session, Box<Self>> {
+        let Some(key) = self.cancel_key else {
+            return Err(Box::new(self));
+        };
+        Ok(branchpool_gateway::Session {
             stream: self.stream,
             buffer: self.buffer,
-            startup: self.startup,
+            profile: self.startup.parameters,
             parameters: self.parameters,
-            cancel_key: self.cancel_key,
-            notices: self.notices,
-        }
+            cancel_key: branchpool_gateway::CancelKey {
+                process_id: key.process_id,
+                secret: key.secret,
+            },
+            notices: self.notices.iter().map(ServerError::notice).collect(),
+            at_hand_over: Some(WAIT_AS_SET.to_owned()),
+        })
     }
 
     async fn send_startup(&mut self) -> Result<(), Error> {

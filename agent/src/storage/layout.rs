@@ -235,6 +235,16 @@ impl Layout {
         self.state().join("node.key")
     }
 
+    /// The gateway's certificate, where it is of our own making.
+    pub fn tls(&self) -> PathBuf {
+        self.state().join("tls")
+    }
+
+    /// The CA's certificate for clients on this node.
+    pub fn authority(&self) -> PathBuf {
+        self.run.join("ca.crt")
+    }
+
     /// The agent's own API.
     pub fn agent_socket(&self) -> PathBuf {
         self.run.join("agent.sock")
