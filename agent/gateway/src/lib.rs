@@ -26,14 +26,22 @@
 //! messages of a login, and SCRAM's state machine are here, over `hmac`, `sha2`, `pbkdf2`,
 //! `stringprep` and `subtle`.
 
+mod attach;
 mod branch;
 mod cancel;
+mod connection;
 mod directory;
-pub mod limits;
+mod framing;
+mod limits;
+mod login;
+mod messages;
 mod metrics;
+mod relay;
 pub mod scram;
+mod server;
 mod session;
 pub mod startup;
+mod stream;
 pub mod takeover;
 mod tls;
 
@@ -42,5 +50,6 @@ pub use directory::{Directory, ENDPOINT_LENGTH};
 pub use limits::Limits;
 pub use metrics::Metrics;
 pub use scram::Verifier;
+pub use server::{Error, Options, Server};
 pub use session::{CancelKey, Session};
 pub use tls::{ALPN, TlsIdentity};
