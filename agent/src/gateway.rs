@@ -20,9 +20,7 @@ pub enum Error {
         display("{source}; give another one with --gateway, or none"),
         context(false)
     )]
-    Listen {
-        source: branchpool_gateway::ListenError,
-    },
+    Listen { source: branchpool_gateway::Error },
     #[snafu(display("--gateway-host: {source}"), context(false))]
     Name { source: InvalidName },
     #[snafu(display("{source}"), context(false))]

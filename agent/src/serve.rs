@@ -183,7 +183,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
     let server = Server::bind(&http::Options {
         socket: Some(socket.clone()),
         tcp: common.listen,
-        token_file: common.token_file,
+        token_file: common.token_file.clone(),
     })
     .await?;
     let node = host_name();

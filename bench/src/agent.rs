@@ -92,6 +92,7 @@ impl Agent {
             .arg("--run-dir")
             .arg(&run)
             .args(["--listen", &tcp])
+            .args(["--gateway", "none"])
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(errors)

@@ -1,15 +1,17 @@
 //! The environment that a command finds its branch by.
 
 use branchpool_agent_api::Lease;
+use percent_encoding::percent_decode_str;
 
 /// What would lead libpq elsewhere, or to someone else's credentials, in spite of the variables
 /// that are set: a service's settings even win over them.
-pub(crate) const REMOVED: [&str; 8] = [
+pub(crate) const REMOVED: [&str; 9] = [
     "PGHOSTADDR",
     "PGSERVICE",
     "PGSERVICEFILE",
     "PGPASSWORD",
     "PGSSLMODE",
+    "PGSSLROOTCERT",
     "PGTARGETSESSIONATTRS",
     "PGREQUIREPEER",
     "PGREQUIREAUTH",
@@ -24,23 +26,28 @@ pub(crate) fn of(lease: &Lease) -> Vec<(&'static str, String)> {
         ("PGUSER", lease.user.clone()),
         ("BRANCHPOOL_LEASE", lease.uid.clone()),
     ];
+    if let Some(password) = &lease.password {
+        variables.push(("PGPASSWORD", password.clone()));
+    }
     if let Some(mode) = ssl_mode(lease) {
         variables.push(("PGSSLMODE", mode));
+    }
+    if let Some(file) = in_uri(lease, "sslrootcert") {
+        variables.push(("PGSSLROOTCERT", file));
     }
     variables
 }
 
 /// As the URI says; there is no TLS on a Unix socket.
 fn ssl_mode(lease: &Lease) -> Option<String> {
-    let in_uri = lease
-        .uri
-        .split_once('?')
-        .into_iter()
-        .flat_map(|(_, query)| query.split('&'))
-        .find_map(|parameter| parameter.strip_prefix("sslmode="));
-    in_uri
-        .or_else(|| lease.host.starts_with('/').then_some("disable"))
-        .map(ToOwned::to_owned)
+    in_uri(lease, "sslmode").or_else(|| lease.host.starts_with('/').then(|| "disable".to_owned()))
+}
+
+fn in_uri(lease: &Lease, name: &str) -> Option<String> {
+    let (_, query) = lease.uri.split_once('?')?;
+    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+    let (_, value) = pairs.into_iter().find(|(found, _)| *found == name)?;
+    percent_decode_str(value).decode_utf8().ok().map(Into::into)
 }
 
 #[cfg(test)]
@@ -67,6 +74,22 @@ mod tests {
         ] {
             assert_eq!(value(&lease, name).as_deref(), Some(expected), "{name}");
         }
+    }
+
+    #[test]
+    fn the_gateway_s_password_and_ca_are_passed_on() {
+        let mut lease = lease("l1");
+        assert_eq!(value(&lease, "PGPASSWORD"), None);
+        lease.uri =
+            "postgresql://app@node/app?sslmode=verify-full&sslrootcert=/a%20b/ca.crt".to_owned();
+        let lease = lease.with_password("secret".to_owned());
+        assert_eq!(value(&lease, "PGPASSWORD").as_deref(), Some("secret"));
+        assert_eq!(
+            value(&lease, "PGSSLROOTCERT").as_deref(),
+            Some("/a b/ca.crt")
+        );
+        let url = value(&lease, "DATABASE_URL").unwrap();
+        assert!(url.starts_with("postgresql://app:secret@node/app?"));
     }
 
     #[test]

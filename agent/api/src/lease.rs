@@ -124,7 +124,7 @@ pub struct Lease {
     pub database: String,
     /// `<role>.<endpoint>` for the gateway, the role alone for a Unix socket.
     pub user: String,
-    /// Only in answers to whoever takes, renews or resets the lease, and only for the gateway.
+    /// Only in answers about this one lease while it is bound, and only for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub password: Option<String>,
     /// `postgresql://…` with everything that a driver needs, the password where that is told.
@@ -139,6 +139,18 @@ pub struct Lease {
     pub observed_reset_token: Option<String>,
     /// How often the server behind the lease was restarted on the same data.
     pub restarts: u32,
+}
+
+impl Lease {
+    /// With the password, which is of letters and digits, in its field and in the URI.
+    #[must_use]
+    pub fn with_password(mut self, password: String) -> Self {
+        if let Some((user, rest)) = self.uri.split_once('@') {
+            self.uri = format!("{user}:{password}@{rest}");
+        }
+        self.password = Some(password);
+        self
+    }
 }
 
 /// Answer of `GET /v1/leases`.

@@ -143,10 +143,7 @@ impl Branch {
 
     /// Another endpoint leads here from now on, with a password of its own.
     pub fn set_verifier(&self, verifier: Verifier) {
-        *self
-            .verifier
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = verifier;
+        *self.verifier.lock().unwrap_or_else(PoisonError::into_inner) = verifier;
     }
 
     pub fn state(&self) -> State {

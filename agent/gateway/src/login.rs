@@ -209,7 +209,7 @@ pub(crate) async fn authenticate(
     // Made for a known user, too: the same work for all.
     let mock = Verifier::mock(shared.directory.salt_of_user(user));
     let (verifier, binds) = match route {
-        Route::Pool(branch) => (branch.facts().verifier.clone(), true),
+        Route::Pool(branch) => (branch.verifier(), true),
         Route::Unknown { like_pool } => (mock, *like_pool),
         Route::Other(..) => (mock, false),
     };

@@ -61,11 +61,7 @@ struct Place {
 }
 
 impl Addresses {
-    pub(super) fn new(
-        layout: Layout,
-        key: NodeKey,
-        reach: Reach,
-    ) -> Self {
+    pub(super) fn new(layout: Layout, key: NodeKey, reach: Reach) -> Self {
         Self {
             directory: Directory::new(credentials::salt_key(&key)),
             layout,
@@ -93,12 +89,16 @@ impl Addresses {
 
     /// What the holder of this endpoint's lease proves itself with; `None` without a gateway.
     pub(super) fn password(&self, endpoint: &EndpointId) -> Option<String> {
-        self.gateway().is_some().then(|| credentials::password(&self.key, endpoint))
+        self.gateway()
+            .is_some()
+            .then(|| credentials::password(&self.key, endpoint))
     }
 
     /// Start-up parameters that the pool's clients were seen to send.
     pub(super) fn profile(&self, pool: &PoolUid) -> Vec<(String, String)> {
-        let learned = self.gateway().and_then(|gateway| gateway.profile(pool.as_str()));
+        let learned = self
+            .gateway()
+            .and_then(|gateway| gateway.profile(pool.as_str()));
         learned.unwrap_or_default()
     }
 
@@ -117,7 +117,9 @@ impl Addresses {
         role: &str,
         database: &str,
     ) {
-        let Some(gateway) = self.gateway() else { return };
+        let Some(gateway) = self.gateway() else {
+            return;
+        };
         if self.places().branches.contains_key(&branch) {
             return;
         }
@@ -133,8 +135,16 @@ impl Addresses {
         });
         let mut places = self.places();
         let leads_to = None;
-        places.endpoints.insert(endpoint, Endpoint { verifier, leads_to });
-        places.branches.insert(branch, Place { branch: made, endpoint });
+        places
+            .endpoints
+            .insert(endpoint, Endpoint { verifier, leads_to });
+        places.branches.insert(
+            branch,
+            Place {
+                branch: made,
+                endpoint,
+            },
+        );
     }
 
     pub(super) fn apply(&self, change: &LinkChange) {
@@ -147,7 +157,10 @@ impl Addresses {
             }
             LinkChange::Remove { endpoint } => {
                 self.close(endpoint);
-                (files::absent(fs::remove_file(self.layout.endpoint(endpoint))), endpoint)
+                (
+                    files::absent(fs::remove_file(self.layout.endpoint(endpoint))),
+                    endpoint,
+                )
             }
         };
         if let Err(error) = result {
@@ -156,10 +169,16 @@ impl Addresses {
     }
 
     fn lead(&self, endpoint: &EndpointId, id: &BranchId) {
-        let Some(gateway) = self.gateway() else { return };
+        let Some(gateway) = self.gateway() else {
+            return;
+        };
         let replaced = {
             let mut places = self.places();
-            let Places { endpoints, branches, .. } = &mut *places;
+            let Places {
+                endpoints,
+                branches,
+                ..
+            } = &mut *places;
             let (Some(entry), Some(place)) = (endpoints.get_mut(endpoint), branches.get_mut(id))
             else {
                 tracing::error!(%endpoint, branch = %id, "the gateway does not know the branch; reset the lease");
@@ -181,10 +200,15 @@ impl Addresses {
     }
 
     fn close(&self, endpoint: &EndpointId) {
-        let Some(gateway) = self.gateway() else { return };
+        let Some(gateway) = self.gateway() else {
+            return;
+        };
         let removed = gateway.remove(endpoint.as_str());
         let mut places = self.places();
-        let leads_to = places.endpoints.remove(endpoint).and_then(|entry| entry.leads_to);
+        let leads_to = places
+            .endpoints
+            .remove(endpoint)
+            .and_then(|entry| entry.leads_to);
         // A branch that has got another endpoint is not meant.
         let moved = leads_to
             .and_then(|branch| places.branches.get(&branch))
@@ -222,7 +246,11 @@ impl Addresses {
     /// Gives the branch's session to the gateway, if there is one.
     pub(super) fn offer_session(&self, id: &BranchId) {
         let mut places = self.places();
-        let Some(branch) = places.branches.get(id).map(|place| Arc::clone(&place.branch)) else {
+        let Some(branch) = places
+            .branches
+            .get(id)
+            .map(|place| Arc::clone(&place.branch))
+        else {
             return;
         };
         if let Some(session) = places.sessions.remove(id) {

@@ -147,11 +147,7 @@ impl Engine {
             branches: branches.clone(),
             supervisor: config.supervisor,
             watcher: readiness::Watcher::new().context(WatcherSnafu)?,
-            committer: Committer::start(
-                journal.clone(),
-                config.layout,
-                Arc::clone(&addresses),
-            ),
+            committer: Committer::start(journal.clone(), config.layout, Arc::clone(&addresses)),
             addresses,
             installations: config.installations,
             disk_user: config.disk_user,
@@ -190,7 +186,9 @@ impl Engine {
         let now = world.clock.now();
         let on_disk = observed.branches.keys().copied().collect();
         let (node, effects) = Node::adopt(config.limits, key.clone(), rng, records, observed, now);
-        boot::prepare_addresses(&world, &node).await.context(BootSnafu)?;
+        boot::prepare_addresses(&world, &node)
+            .await
+            .context(BootSnafu)?;
         {
             let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
             blocking(move || leftovers.remove()).await?;

@@ -74,7 +74,7 @@ impl Publisher {
                 let socket = world.layout.endpoint(&lease.endpoint);
                 let socket = socket.display().to_string();
                 let reach = world.addresses.reach();
-                self.log.lease(lease.view(&uid.0, &socket, reach, None));
+                self.log.lease(lease.view(&uid.0, &socket, reach));
             } else {
                 self.log.lease_gone(&uid.0);
             }

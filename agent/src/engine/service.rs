@@ -6,8 +6,8 @@ use std::{
 };
 
 use branchpool_agent_api::{
-    Condition, DesiredPool, FieldError, Lease, LeaseRequest, NodeStatus, PoolStatus, Problem,
-    RenewRequest, ResetRequest, problem::reason,
+    Condition, DesiredPool, FieldError, Lease, LeasePhase, LeaseRequest, NodeStatus, PoolStatus,
+    Problem, RenewRequest, ResetRequest, problem::reason,
 };
 
 use super::{Engine, desired};
@@ -161,20 +161,24 @@ impl Engine {
                 lease,
                 created,
             } => {
-                let addresses = &self.world.addresses;
                 let socket = self.world.layout.endpoint(&lease.endpoint);
-                let password = addresses
-                    .password(&lease.endpoint)
-                    .filter(|_| lease.is_bound());
-                let lease = lease.view(
-                    &uid.0,
-                    &socket.display().to_string(),
-                    addresses.reach(),
-                    password.as_deref(),
-                );
-                Ok((lease, created))
+                let socket = socket.display().to_string();
+                let lease = lease.view(&uid.0, &socket, self.world.addresses.reach());
+                Ok((self.with_password(lease), created))
             }
             other => Err(unexpected(&other)),
+        }
+    }
+
+    fn with_password(&self, lease: Lease) -> Lease {
+        if lease.phase != LeasePhase::Bound {
+            return lease;
+        }
+        let endpoint = lease.endpoint.parse().ok();
+        let password = endpoint.and_then(|endpoint| self.world.addresses.password(&endpoint));
+        match password {
+            Some(password) => lease.with_password(password),
+            None => lease,
         }
     }
 }
@@ -247,7 +251,8 @@ impl Service for Engine {
     }
 
     fn get_lease(&self, uid: &str) -> Option<Lease> {
-        self.log.known_lease(uid)
+        let lease = self.log.known_lease(uid)?;
+        Some(self.with_password(lease))
     }
 
     fn leases(&self) -> Vec<Lease> {

@@ -15,9 +15,8 @@ use tokio::{
 };
 
 use super::{
-    addresses::Addresses,
-    committer::Committer, desired::Settings, hand_over::HandOver, metrics::Metrics,
-    precedence::Precedence,
+    addresses::Addresses, committer::Committer, desired::Settings, hand_over::HandOver,
+    metrics::Metrics, precedence::Precedence,
 };
 use crate::{
     golden::Facts,

@@ -100,9 +100,10 @@ impl LeaseState {
         }
     }
 
-    /// As the API shows it; `socket` is the directory that the endpoint's socket is reached through.
-    pub fn view(&self, uid: &str, socket: &str, reach: &Reach, password: Option<&str>) -> Lease {
-        let address = self.address(socket, reach, password);
+    /// As the API shows it, without the password; `socket` is the directory that the endpoint's socket
+    /// is reached through.
+    pub fn view(&self, uid: &str, socket: &str, reach: &Reach) -> Lease {
+        let address = self.address(socket, reach);
         Lease {
             uid: uid.to_owned(),
             pool: self.pool_name.clone(),
@@ -118,7 +119,7 @@ impl LeaseState {
             port: address.port,
             database: self.database.clone(),
             user: address.user,
-            password: address.password,
+            password: None,
             socket: socket.to_owned(),
             holder: self.holder.clone(),
             bound_at: self.bound_at,
@@ -128,7 +129,7 @@ impl LeaseState {
         }
     }
 
-    fn address(&self, socket: &str, reach: &Reach, password: Option<&str>) -> Address {
+    fn address(&self, socket: &str, reach: &Reach) -> Address {
         let (role, database) = (&self.role, escape(&self.database));
         match reach {
             Reach::Socket => Address {
@@ -140,7 +141,6 @@ impl LeaseState {
                 host: socket.to_owned(),
                 port: 5432,
                 user: role.clone(),
-                password: None,
             },
             Reach::Gateway {
                 host,
@@ -148,7 +148,6 @@ impl LeaseState {
                 parameters,
             } => {
                 let user = format!("{role}.{}", self.endpoint);
-                let secret = password.map_or_else(String::new, |password| format!(":{password}"));
                 let at = if host.contains(':') {
                     format!("[{host}]")
                 } else {
@@ -160,14 +159,13 @@ impl LeaseState {
                     .collect();
                 Address {
                     uri: format!(
-                        "postgresql://{}{secret}@{at}:{port}/{database}?{}",
+                        "postgresql://{}@{at}:{port}/{database}?{}",
                         escape(&user),
                         query.join("&")
                     ),
                     host: host.clone(),
                     port: *port,
                     user,
-                    password: password.map(ToOwned::to_owned),
                 }
             }
         }
@@ -178,7 +176,6 @@ struct Address {
     host: String,
     port: u16,
     user: String,
-    password: Option<String>,
     uri: String,
 }
 

@@ -314,6 +314,8 @@ async fn a_second_agent_and_senseless_requests_leave_the_first_alone() {
             "standalone",
             "-f",
             &manifest,
+            "--gateway",
+            "none",
             "--run-dir",
             run,
             "--data-dir",

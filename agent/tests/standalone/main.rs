@@ -11,6 +11,7 @@ mod burst;
 mod chaos;
 mod container;
 mod full_disk;
+mod gateway;
 mod image;
 mod inmate;
 mod inspect;

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 pub(crate) use self::{
     processes::{cgroups, command_of, descendants, processes, send, wait_gone},
-    sql::{ask, connect},
+    sql::{ask, connect, connect_at},
 };
 
 /// A pool of a database with one table `items (id, body)` of three rows.
@@ -50,6 +50,8 @@ spec:
 pub(crate) struct Setup {
     pub(crate) manifests: Vec<(String, String)>,
     pub(crate) size: &'static str,
+    /// Address of the gateway; none by default, for most tests look at the branches themselves.
+    pub(crate) gateway: &'static str,
     pub(crate) args: Vec<String>,
     /// A command that runs the agent as its only child, with arguments.
     pub(crate) wrapper: Vec<&'static str>,
@@ -60,6 +62,7 @@ impl Setup {
         Self {
             manifests: vec![("pools.yaml".into(), manifest)],
             size: "8Gi",
+            gateway: "none",
             args: Vec::new(),
             wrapper: Vec::new(),
         }
@@ -125,6 +128,7 @@ impl Node {
             .arg("--run-dir")
             .arg(self.dir.path().join("run"))
             .args(["--size", self.setup.size])
+            .args(["--gateway", self.setup.gateway])
             .args(&self.setup.args)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
@@ -216,6 +220,13 @@ impl Node {
     pub(crate) fn tcp_address(&self) -> String {
         let log = self.log();
         let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
+        address.split(')').next().unwrap().to_owned()
+    }
+
+    /// Where the gateway is, by the log of the last start.
+    pub(crate) fn gateway_address(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.rsplit_once("gateway=Some(").expect("it has a gateway");
         address.split(')').next().unwrap().to_owned()
     }
 

@@ -7,10 +7,10 @@ use tokio_postgres::NoTls;
 pub(crate) async fn connect(
     lease: &Lease,
 ) -> Result<tokio_postgres::Client, tokio_postgres::Error> {
-    connect_at(&lease.host, &lease.user, &lease.database).await
+    connect_at(&lease.socket, &lease.user, &lease.database).await
 }
 
-async fn connect_at(
+pub(crate) async fn connect_at(
     host: &str,
     user: &str,
     database: &str,
