@@ -35,8 +35,8 @@ pub use manifest::{ConfigMap, ManifestError, Manifests, load_manifests};
 pub use node::{BranchNode, BranchNodeSpec, BranchNodeStatus, NodePool, NodeStorage};
 pub use pool::{
     BranchPool, BranchPoolSpec, BranchPoolStatus, BranchResources, Cleanup, ConfigMapReference,
-    LeasePolicy, Network, Outbound, Placement, Postgres, Preconnect, Refresh, RemoteSource, Script,
-    SecretReference, Source, SourcePhase, SourceStatus, SqlSource, StopMode, SubvolumeSource,
-    Tombstones, Tuning, Unleased, Warming, WarmingMode,
+    LeasePolicy, Network, OpenConnections, Outbound, Placement, Postgres, Preconnect, Refresh,
+    RemoteSource, Script, SecretReference, Source, SourcePhase, SourceStatus, SqlSource, StopMode,
+    SubvolumeSource, Tombstones, Tuning, Unleased, Warming, WarmingMode,
 };
 pub use quantity::{Quantity, QuantityError};

@@ -7,20 +7,27 @@ use std::{
     os::unix::fs::symlink,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::SystemTime,
 };
 
 use branchpool_gateway::{Branch, Directory, Facts, State, Verifier, scram::ITERATIONS};
 use tokio::sync::oneshot;
 
-use super::files;
+use super::{
+    files,
+    world::{Clock, millis},
+};
 use crate::{
     credentials,
-    plan::{LinkChange, PoolUid, Reach},
+    plan::{LinkChange, Millis, PoolUid, Reach, Use},
     storage::{
         Layout,
         ids::{BranchId, EndpointId, NodeKey},
     },
 };
+
+/// Milliseconds by which a time may differ when it is taken from one clock to another twice.
+const CLOCKS_DIFFER: Millis = 5;
 
 /// What is to become of a preconnected session.
 #[derive(Debug)]
@@ -120,7 +127,10 @@ impl Addresses {
         let Some(gateway) = self.gateway() else {
             return;
         };
-        if self.places().branches.contains_key(&branch) {
+        let is_ready = self.places().branches.get(&branch).is_some_and(|place| {
+            place.endpoint == endpoint && place.branch.state() != State::Ended
+        });
+        if is_ready {
             return;
         }
         let salt = gateway.salt(role, endpoint.as_str());
@@ -189,7 +199,6 @@ impl Addresses {
                 place.endpoint = *endpoint;
                 place.branch.set_verifier(entry.verifier.clone());
             }
-            place.branch.set_state(State::Serving);
             gateway
                 .insert(endpoint.as_str(), Arc::clone(&place.branch))
                 .filter(|replaced| !Arc::ptr_eq(replaced, &place.branch))
@@ -219,10 +228,63 @@ impl Addresses {
         }
     }
 
+    /// The server takes connections again.
+    pub(super) fn serving(&self, id: &BranchId) {
+        let _known = self.set_state(id, State::Serving);
+    }
+
     /// Clients are told that the server is on its way back.
     pub(super) fn restarting(&self, id: &BranchId) {
-        if let Some(place) = self.places().branches.get(id) {
-            place.branch.set_state(State::Restarting);
+        let _known = self.set_state(id, State::Restarting);
+    }
+
+    /// Clients wait for the server, which is stopped.
+    pub(super) fn asleep(&self, id: &BranchId) -> Option<Arc<Branch>> {
+        self.set_state(id, State::Suspended)
+    }
+
+    fn set_state(&self, id: &BranchId, state: State) -> Option<Arc<Branch>> {
+        let branch = Arc::clone(&self.places().branches.get(id)?.branch);
+        branch.set_state(state);
+        Some(branch)
+    }
+
+    /// As [`Addresses::asleep`], unless the branch was used after `unused_since`.
+    pub(super) fn fall_asleep(
+        &self,
+        id: &BranchId,
+        unused_since: Millis,
+        clock: Clock,
+    ) -> Option<Arc<Branch>> {
+        let branch = self.asleep(id)?;
+        // After nobody can come in any more. The two readings of the clocks differ by a little.
+        let last = self.used(id, clock).last;
+        if last.is_some_and(|last| last > unused_since + CLOCKS_DIFFER) {
+            branch.set_state(State::Serving);
+            return None;
+        }
+        Some(branch)
+    }
+
+    pub(super) fn used(&self, id: &BranchId, clock: Clock) -> Use {
+        let Some(branch) = self
+            .places()
+            .branches
+            .get(id)
+            .map(|place| Arc::clone(&place.branch))
+        else {
+            return Use {
+                open: false,
+                last: None,
+            };
+        };
+        let activity = branch.activity();
+        let since = |time: SystemTime| time.elapsed().unwrap_or_default();
+        Use {
+            open: activity.connections > 0,
+            last: activity
+                .last_client_byte
+                .map(|time| clock.now().mono.saturating_sub(millis(since(time)))),
         }
     }
 

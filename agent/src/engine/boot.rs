@@ -15,12 +15,13 @@ use snafu::{ResultExt, Snafu};
 use super::{
     committer,
     steps::slot_user,
+    suspend,
     world::{World, slot_group_name},
 };
 use crate::{
     golden,
     journal::{self, Contents, Kind},
-    plan::{Node, Observed, ObservedBranch, PoolUid, Records, Slot, State},
+    plan::{self, Node, Observed, ObservedBranch, PoolUid, Records, Slot, State},
     postgres::{
         pidfile::PidFile,
         server::{self, Server},
@@ -75,7 +76,7 @@ pub(super) fn records(contents: &Contents) -> Result<Records, Error> {
         }
     }
     for (key, record) in decode(contents, Kind::Lease)? {
-        records.leases.insert(crate::plan::LeaseUid(key), record);
+        records.leases.insert(plan::LeaseUid(key), record);
     }
     let epoch = contents.get(Kind::Meta, committer::EPOCH);
     records.epoch = epoch
@@ -329,6 +330,23 @@ pub(super) async fn prepare_addresses(world: &Arc<World>, node: &Node) -> Result
         prepared.map_err(|error| Error::Passwords {
             message: error.to_string(),
         })?;
+    }
+    for branch in node.branches.values() {
+        match &branch.state {
+            State::Leased {
+                server: plan::Server::Down { .. },
+                ..
+            } => world.addresses.restarting(&branch.id),
+            State::Leased {
+                server: plan::Server::Suspended,
+                ..
+            } => {
+                if let Some(asleep) = world.addresses.asleep(&branch.id) {
+                    suspend::watch_for_wishes(world, branch.id, asleep);
+                }
+            }
+            _ => {}
+        }
     }
     Ok(())
 }

@@ -2,7 +2,8 @@
 
 use branchpool_agent_api::{DesiredPool, FieldError, PoolName, Problem};
 use branchpool_crds::{
-    BranchPoolSpec, Outbound, Preconnect, Source, StopMode, Tuning, Unleased, WarmingMode,
+    BranchPoolSpec, OpenConnections, Outbound, Preconnect, Source, StopMode, Tuning, Unleased,
+    WarmingMode,
 };
 use branchpool_sys::cgroup::Limits;
 use data_encoding::HEXLOWER;
@@ -46,6 +47,8 @@ pub(super) struct Abilities {
     pub(super) separate: bool,
     /// Whoever reaches the node's own addresses may use the agent's API.
     pub(super) open_api: bool,
+    /// It sees who uses a branch.
+    pub(super) gateway: bool,
     pub(super) default_concurrency: u32,
     pub(super) majors: Vec<u32>,
 }
@@ -100,10 +103,10 @@ fn settings(
     if spec.refresh.schedule != "Never" {
         refuse("spec.refresh.schedule", "this version does not refresh on a schedule: write Never, and change the source for a new generation".to_owned());
     }
-    if spec.lease.idle_timeout.is_some() {
+    if spec.lease.idle_timeout.is_some() && !node.gateway {
         refuse(
             "spec.lease.idleTimeout",
-            "this version does not see when a branch is idle: leave it out, and use a short ttl"
+            "this node has no gateway, so it does not see when a branch is idle: give the agent one, or use a short ttl"
                 .to_owned(),
         );
     }
@@ -267,6 +270,11 @@ fn plan_spec(
             max_lifetime: lease.max_lifetime.as_millis(),
             retain_finished: lease.retain_finished.as_millis(),
             admission_wait: lease.admission_wait.as_millis(),
+            idle_timeout: lease
+                .idle_timeout
+                .as_ref()
+                .map(|timeout| timeout.as_millis()),
+            open_connections_count: lease.open_connections == OpenConnections::InUse,
         },
         cleanup: plan::Cleanup {
             concurrency: cleanup.concurrency,
@@ -320,6 +328,7 @@ mod tests {
         Abilities {
             separate: true,
             open_api: false,
+            gateway: true,
             default_concurrency: 3,
             majors: vec![15],
         }
@@ -355,17 +364,30 @@ mod tests {
     }
 
     #[test]
+    fn idle_branches_are_seen_by_a_gateway_only() {
+        let spec = json!({
+            "postgres": { "version": 15 },
+            "source": { "sql": {} },
+            "lease": { "idleTimeout": "5m" },
+        });
+        assert_eq!(refused(spec.clone(), &able()), [] as [&str; 0]);
+        let without = Abilities {
+            gateway: false,
+            ..able()
+        };
+        assert_eq!(refused(spec, &without), ["spec.lease.idleTimeout"]);
+    }
+
+    #[test]
     fn what_this_version_lacks_is_named_and_not_ignored() {
         let spec = json!({
             "postgres": { "version": 16 },
             "source": { "physical": { "secretRef": { "name": "primary" } } },
             "refresh": { "schedule": "@daily" },
-            "lease": { "idleTimeout": "5m" },
         });
         let mut fields = refused(spec, &able());
         fields.sort();
         let expected = [
-            "spec.lease.idleTimeout",
             "spec.postgres.version",
             "spec.refresh.schedule",
             "spec.source",

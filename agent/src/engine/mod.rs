@@ -18,6 +18,7 @@ mod sampler;
 mod service;
 mod steps;
 mod stop;
+mod suspend;
 mod world;
 
 use std::{
@@ -49,7 +50,7 @@ use self::{
 use crate::{
     http::WatchLog,
     journal::{self, Journal},
-    plan::{Command, Node, PoolUid, Records},
+    plan::{Command, Node, PoolUid, Reach, Records},
     postgres::{readiness, sandbox::Isolation},
     storage::{Branches, ids::NodeKey, layout},
 };
@@ -353,6 +354,7 @@ fn abilities(config: &Config, report: &IsolationReport) -> Abilities {
     Abilities {
         separate: separate(report),
         open_api: config.open_api,
+        gateway: config.reach != Reach::Socket,
         default_concurrency: config.default_concurrency,
         majors: config.majors(),
     }

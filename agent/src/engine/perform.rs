@@ -6,7 +6,7 @@ use super::{
     build, files,
     hand_over::HandOver,
     steps::{self, Origin, blocking},
-    stop,
+    stop, suspend,
     world::World,
 };
 use crate::{
@@ -57,14 +57,18 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
         Action::Preconnect {
             branch,
             pool,
-            generation,
             deadline,
-        } => tell_the_end(Arc::clone(&world), async move {
-            let limit = world.clock.until(deadline);
-            let result = steps::preconnect(&world, branch, &pool, generation, limit).await;
-            note_failure(&world, &result);
-            Completion::Preconnected { branch, result }
-        }),
+        } => {
+            let Some(origin) = origin(node, branch) else {
+                return;
+            };
+            tell_the_end(Arc::clone(&world), async move {
+                let limit = world.clock.until(deadline);
+                let result = steps::preconnect(&world, origin, &pool, limit).await;
+                note_failure(&world, &result);
+                Completion::Preconnected { branch, result }
+            });
+        }
         Action::Restart { branch, slot, pool } => {
             let Some(origin) = origin(node, branch) else {
                 return;
@@ -76,6 +80,22 @@ pub(super) fn spawn(node: &Node, world: &Arc<World>, action: Action) {
                     world.metrics.restarts.inc();
                 }
                 Completion::Restarted { branch, result }
+            });
+        }
+        Action::LookIdle { branch } => {
+            let found = world.addresses.used(&branch, world.clock);
+            tell_the_end(world, async move { Completion::Looked { branch, found } });
+        }
+        Action::Suspend {
+            branch,
+            unused_since,
+        } => {
+            let Some(slot) = node.branches.get(&branch).map(|state| state.slot) else {
+                return;
+            };
+            tell_the_end(Arc::clone(&world), async move {
+                let result = suspend::suspend(&world, branch, slot, unused_since).await;
+                Completion::Suspended { branch, result }
             });
         }
         Action::HandOver { branch } => hand_over(node, &world, branch),

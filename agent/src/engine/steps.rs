@@ -164,7 +164,9 @@ pub(super) async fn restart(
         phase,
         RESTART_TIMEOUT,
     )
-    .await
+    .await?;
+    world.addresses.serving(&id);
+    Ok(())
 }
 
 #[expect(
@@ -373,11 +375,18 @@ fn prepare(
 /// Opens the session that waits for the first client, and proves that it answers.
 pub(super) async fn preconnect(
     world: &Arc<World>,
-    id: BranchId,
+    origin: Origin,
     pool: &PoolUid,
-    generation: u64,
     limit: Duration,
 ) -> Result<(), Failure> {
+    let Origin {
+        branch: id,
+        generation,
+        ..
+    } = origin;
+    let facts = image(world, pool, generation)?;
+    // Again, if its last session ended and its address with it.
+    prepare_address(world, origin, pool, &facts).await?;
     let started = std::time::Instant::now();
     let runtime = world.runtime(id);
     let _alone = runtime.lock().await;

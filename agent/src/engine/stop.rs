@@ -46,7 +46,7 @@ pub(super) async fn stop(
 }
 
 /// Ends everything that runs on the branch. `true`: its server shut down cleanly.
-async fn stop_server(
+pub(super) async fn stop_server(
     world: &World,
     runtime: &mut Runtime,
     slot: Slot,
@@ -83,7 +83,7 @@ async fn stop_server(
     }
 }
 
-async fn sync(world: &World, id: BranchId) -> Result<(), String> {
+pub(super) async fn sync(world: &World, id: BranchId) -> Result<(), String> {
     let path = world.layout.branch(&id);
     blocking(move || {
         let directory = branchpool_sys::btrfs::open_dir(&path)?;

@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 
 use super::{
     Action, After, Branch, BranchRecord, Entry, Failure, Generation, GenerationState, LeaseState,
-    Limits, Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode,
+    LeaseUid, Limits, Node, Now, Pool, PoolUid, Records, Server, Slot, Stage, State, StopMode,
     branch::Meanwhile, node::Effects,
 };
 use crate::storage::{
@@ -148,7 +148,11 @@ impl Node {
                 reason: reason.clone(),
                 message: message.clone(),
             }),
-            Stage::Leased { lease, parked } => {
+            Stage::Leased {
+                lease,
+                parked,
+                suspended,
+            } => {
                 let durable = self
                     .pools
                     .get(&record.pool)
@@ -161,6 +165,7 @@ impl Node {
                         let stage = Stage::Leased {
                             lease: lease.clone(),
                             parked: false,
+                            suspended: false,
                         };
                         effects.journal(Entry::Branch(
                             id,
@@ -175,6 +180,11 @@ impl Node {
                     State::Leased {
                         lease: lease.clone(),
                         server: Server::Running,
+                    }
+                } else if *suspended {
+                    State::Leased {
+                        lease: lease.clone(),
+                        server: Server::Suspended,
                     }
                 } else {
                     let server = Server::Down {
@@ -214,8 +224,12 @@ impl Node {
                 meanwhile: Meanwhile::default(),
                 restarted: None,
                 early_deaths: 0,
+                waking: false,
+                used_at: now.mono,
+                idle_look: None,
             },
         );
+        self.count_idle_from(id, now.mono);
     }
 
     fn take_slot(&mut self, slot: Slot) {
@@ -308,6 +322,10 @@ impl Node {
             if serves {
                 self.lease_times.insert((lease.deadline, uid.clone()));
                 effects.link(lease.endpoint, lease.branch);
+                self.clear_reason(&uid, now, effects);
+                let Some(lease) = self.leases.get(&uid) else {
+                    continue;
+                };
                 if let Some(branch) = self.branches.get_mut(&lease.branch) {
                     branch.endpoint = lease.endpoint;
                 }
@@ -318,6 +336,26 @@ impl Node {
                 ));
                 self.end_lease(&uid, LeasePhase::Lost, why, now, effects);
             }
+        }
+    }
+
+    /// The server that was down when the journal was written may have come back since.
+    fn clear_reason(&mut self, uid: &LeaseUid, now: Now, effects: &mut Effects) {
+        let Some(lease) = self.leases.get_mut(uid) else {
+            return;
+        };
+        let state = self.branches.get(&lease.branch).map(|branch| &branch.state);
+        let is_up = matches!(
+            state,
+            Some(State::Leased {
+                server: Server::Running,
+                ..
+            })
+        );
+        if is_up && lease.reason.is_some() {
+            lease.reason = None;
+            lease.message = None;
+            effects.journal(Entry::Lease(uid.clone(), Box::new(lease.record(now))));
         }
     }
 }

@@ -58,6 +58,7 @@ impl Node {
                 pool.removed = false;
             }
         }
+        self.recount_idle(&uid);
         effects.pool_changed(&uid);
         effects.journal(Entry::Pool(uid.clone(), Box::new(record)));
         // As it is now: what is published may be older or newer when the journal has it.

@@ -39,6 +39,10 @@ pub enum Server {
     Restarting {
         failures: u32,
     },
+    /// Being stopped, since nobody uses it.
+    Suspending,
+    /// Stopped cleanly until somebody wants it.
+    Suspended,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,6 +89,8 @@ impl State {
 pub(super) struct Meanwhile {
     pub(super) server_exited: Option<String>,
     pub(super) session_closed: bool,
+    /// Somebody came for a server that was being suspended.
+    pub(super) wanted: bool,
 }
 
 /// One branch.
@@ -111,6 +117,12 @@ pub struct Branch {
     pub(super) restarted: Option<Millis>,
     /// Deaths in a row of servers that had just been started again.
     pub(super) early_deaths: u32,
+    /// Its restart is no repair: somebody wanted it.
+    pub(super) waking: bool,
+    /// When it was last known to be used.
+    pub(super) used_at: Millis,
+    /// When that is to be looked at again.
+    pub(super) idle_look: Option<Millis>,
 }
 
 impl Branch {
@@ -130,7 +142,9 @@ impl Branch {
     pub(super) fn is_busy(&self) -> bool {
         match &self.state {
             State::Snapshotting | State::Starting | State::Preconnecting => true,
-            State::Leased { server, .. } => matches!(server, Server::Restarting { .. }),
+            State::Leased { server, .. } => {
+                matches!(server, Server::Restarting { .. } | Server::Suspending)
+            }
             State::Stopping { working, .. } => *working,
             _ => false,
         }
@@ -163,13 +177,15 @@ impl Branch {
             | State::Started
             | State::Preconnecting
             | State::Ready => Stage::Warming,
-            State::Leased { lease, .. } => Stage::Leased {
+            State::Leased { lease, server } => Stage::Leased {
                 lease: lease.clone(),
-                parked: false,
+                parked: *server == Server::Suspended,
+                suspended: *server == Server::Suspended,
             },
             State::Parked { lease } => Stage::Leased {
                 lease: lease.clone(),
                 parked: true,
+                suspended: false,
             },
             State::Stopping { .. } => Stage::Stopping,
             State::Quarantined(failure) => Stage::Quarantined {

@@ -291,6 +291,7 @@ impl Node {
             record.stage = Stage::Leased {
                 lease: lease.clone(),
                 parked: true,
+                suspended: false,
             };
             effects.journal(Entry::Branch(id, record));
         }
@@ -430,10 +431,10 @@ impl Node {
         for id in ids {
             match self.branches.get(&id).map(|branch| branch.state.clone()) {
                 Some(State::Leased {
-                    server: Server::Down { .. },
+                    server: Server::Down { .. } | Server::Suspended,
                     lease,
                 }) => {
-                    // Its server is already gone, and not cleanly: it stays as the journal has it.
+                    // Its server is already gone, cleanly or not: it stays as the journal has it.
                     self.set_state(id, State::Parked { lease }, effects);
                 }
                 Some(State::Leased { .. }) => {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{
     Action, After, Entry, Failure, Image, Millis, Node, Now, PoolUid, Preconnect, Server, State,
-    StopMode, backoff, node::Effects,
+    StopMode, Suspension, Use, backoff, node::Effects,
 };
 use crate::storage::ids::BranchId;
 
@@ -47,6 +47,14 @@ pub enum Completion {
         branch: BranchId,
         result: Result<(), Failure>,
     },
+    Looked {
+        branch: BranchId,
+        found: Use,
+    },
+    Suspended {
+        branch: BranchId,
+        result: Result<Suspension, String>,
+    },
     /// `Ok`: no process is left, and with [`After::Trash`] the branch is in the trash.
     Stopped {
         branch: BranchId,
@@ -88,6 +96,10 @@ impl Node {
             }
             Completion::Restarted { branch, result } => {
                 self.restarted(branch, result, now, effects);
+            }
+            Completion::Looked { branch, found } => self.looked(branch, found, now, effects),
+            Completion::Suspended { branch, result } => {
+                self.suspended(branch, result, now, effects);
             }
             Completion::Stopped { branch, result } => self.stopped(branch, result, now, effects),
             Completion::Deleted { id, result } => self.deleted(id, result, now, effects),
@@ -220,7 +232,7 @@ impl Node {
             State::Starting
             | State::Preconnecting
             | State::Leased {
-                server: Server::Restarting { .. },
+                server: Server::Restarting { .. } | Server::Suspending,
                 ..
             } => {
                 if let Some(branch) = self.branches.get_mut(&id) {
@@ -367,6 +379,7 @@ impl Node {
             branch.restarted = Some(now.mono);
         }
         let endpoint = branch.endpoint;
+        let repaired = !std::mem::take(&mut branch.waking);
         effects.lease_changed(&lease);
         let Some(state) = self.leases.get_mut(&lease) else {
             return;
@@ -375,7 +388,7 @@ impl Node {
             Ok(()) => {
                 state.reason = None;
                 state.message = None;
-                state.restarts = state.restarts.saturating_add(1);
+                state.restarts = state.restarts.saturating_add(u32::from(repaired));
                 effects.link(endpoint, id);
                 effects.journal(Entry::Lease(lease.clone(), Box::new(state.record(now))));
                 Server::Running
@@ -391,6 +404,7 @@ impl Node {
             }
         };
         self.set_state(id, State::Leased { lease, server }, effects);
+        self.count_idle_from(id, now.mono);
     }
 }
 

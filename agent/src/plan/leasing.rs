@@ -86,6 +86,7 @@ impl Node {
             forget_at: None,
         };
         self.hand_over(id, &uid, effects);
+        self.count_idle_from(id, now.mono);
         self.lease_times.insert((deadline, uid.clone()));
         self.leases.insert(uid.clone(), lease.clone());
         Self::answer_with(token, uid, lease, true, now, effects);
@@ -218,6 +219,7 @@ impl Node {
         let given_up = std::mem::replace(&mut branch.endpoint, lease.endpoint);
         let generation = branch.generation;
         self.hand_over(id, &uid, effects);
+        self.count_idle_from(id, now.mono);
         let old = lease.branch;
         let mut lease = LeaseState {
             branch: id,

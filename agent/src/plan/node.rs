@@ -60,6 +60,8 @@ pub enum Event {
     ServerExited { branch: BranchId, detail: String },
     /// The preconnected session of a ready branch ended.
     SessionClosed { branch: BranchId },
+    /// Somebody waits for the server of a branch that is suspended.
+    Wanted { branch: BranchId },
     /// What holds back refill now. `reclaim`: space is short, so tombstones go at once.
     Gates { gates: Vec<Gate>, reclaim: bool },
     /// A time asked for by [`Node::deadline`] has come.
@@ -103,7 +105,6 @@ pub enum Action {
     Preconnect {
         branch: BranchId,
         pool: PoolUid,
-        generation: u64,
         deadline: Millis,
     },
     /// Makes the branch the holder's: full weight, the pool's own settings. No answer.
@@ -114,6 +115,14 @@ pub enum Action {
         branch: BranchId,
         slot: Slot,
         pool: PoolUid,
+    },
+    /// Looks at the use of a leased branch. Answered by `Looked`.
+    LookIdle { branch: BranchId },
+    /// Stops the server of a leased branch cleanly, unless it was used after `unused_since`. Answered
+    /// by `Suspended`.
+    Suspend {
+        branch: BranchId,
+        unused_since: Millis,
     },
     /// After the journal's earlier entries are written: stops the server and, with `Trash`, renames the branch into the trash.
     Stop {
@@ -246,6 +255,8 @@ pub struct Node {
     pub(super) down: BTreeSet<BranchId>,
     /// Deadlines of bound leases and forget times of finished ones.
     pub(super) lease_times: BTreeSet<(Millis, LeaseUid)>,
+    /// When leased branches are to be looked at, whether anybody uses them.
+    pub(super) idle_times: BTreeSet<(Millis, BranchId)>,
 }
 
 impl Node {
@@ -268,6 +279,7 @@ impl Node {
             rng,
             down: BTreeSet::new(),
             lease_times: BTreeSet::new(),
+            idle_times: BTreeSet::new(),
         }
     }
 
@@ -280,6 +292,7 @@ impl Node {
             Event::ServerExited { branch, detail } => {
                 self.server_exited(branch, &detail, now, &mut effects);
             }
+            Event::Wanted { branch } => self.wake(branch, now, &mut effects),
             Event::SessionClosed { branch } => self.session_closed(branch, &mut effects),
             Event::Gates { gates, reclaim } => {
                 self.trash.reclaim = reclaim;
@@ -303,6 +316,7 @@ impl Node {
         self.plan_replacement(now, effects);
         self.plan_warming(now, effects);
         self.plan_restarts(now, effects);
+        self.plan_idle(now, effects);
         // A stop begins after what it follows from is in the journal.
         effects.flush();
         self.plan_cleanup(now, effects);
@@ -317,6 +331,7 @@ impl Node {
     /// The earliest monotonic time after `now` at which time alone changes a decision.
     pub fn deadline(&self, now: Now) -> Option<Millis> {
         let leases = self.lease_times.first().map(|(time, _)| *time);
+        let idle = self.idle_times.first().map(|(time, _)| *time);
         let pools = self.pools.values().flat_map(|pool| {
             let build = pool.build_failure.as_ref().map(|failure| failure.retry_at);
             [Some(pool.retry_at), build].into_iter().flatten()
@@ -333,6 +348,7 @@ impl Node {
         let restarts = self.restart_times();
         leases
             .into_iter()
+            .chain(idle)
             .chain(pools)
             .chain(stops)
             .chain(restarts)

@@ -46,8 +46,11 @@ pub enum Stage {
     Warming,
     Leased {
         lease: LeaseUid,
-        /// The server was stopped cleanly, and its data synced, for a restart of the agent.
+        /// The server was stopped cleanly, and its data synced.
         parked: bool,
+        /// It stays so until somebody wants it.
+        #[serde(default)]
+        suspended: bool,
     },
     Quarantined {
         reason: String,

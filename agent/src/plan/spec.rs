@@ -69,6 +69,12 @@ pub struct LeaseTerms {
     pub retain_finished: Millis,
     /// How long a caller should go on asking when nothing is ready.
     pub admission_wait: Millis,
+    /// A server that nobody used for this long is suspended.
+    #[serde(default)]
+    pub idle_timeout: Option<Millis>,
+    /// Whether an open connection that sends nothing is use.
+    #[serde(default)]
+    pub open_connections_count: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

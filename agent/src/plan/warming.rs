@@ -244,6 +244,9 @@ impl Node {
                     meanwhile: Meanwhile::default(),
                     restarted: None,
                     early_deaths: 0,
+                    waking: false,
+                    used_at: now.mono,
+                    idle_look: None,
                 },
             );
             if let Some(pool) = self.pools.get_mut(uid) {
@@ -322,13 +325,11 @@ impl Node {
             let Some(branch) = self.branches.get(&id) else {
                 return;
             };
-            let generation = branch.generation;
             let deadline = branch.created.saturating_add(stale_after);
             self.set_state(id, State::Preconnecting, effects);
             effects.act(Action::Preconnect {
                 branch: id,
                 pool: uid.clone(),
-                generation,
                 deadline,
             });
         }

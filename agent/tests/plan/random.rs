@@ -26,6 +26,8 @@ enum Step {
     ServerDies(usize),
     LeasedServerDies(usize),
     SessionDies(usize),
+    /// Somebody connects to a leased branch.
+    Wanted(usize),
     TombstoneGone(usize),
     Stray(u8),
     Gate(bool),
@@ -52,6 +54,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => any::<usize>().prop_map(Step::ServerDies),
         2 => any::<usize>().prop_map(Step::LeasedServerDies),
         1 => any::<usize>().prop_map(Step::SessionDies),
+        2 => any::<usize>().prop_map(Step::Wanted),
         1 => any::<usize>().prop_map(Step::TombstoneGone),
         1 => any::<u8>().prop_map(Step::Stray),
         1 => any::<bool>().prop_map(Step::Gate),
@@ -150,6 +153,13 @@ fn play(world: &mut World, step: Step) {
                 world.event(Event::SessionClosed { branch: *branch });
             }
         }
+        Step::Wanted(pick) => {
+            let bound = world.node.leases.values().filter(|lease| lease.is_bound());
+            let bound: Vec<_> = bound.map(|lease| lease.branch).collect();
+            if let Some(branch) = bound.get(pick % bound.len().max(1)).copied() {
+                world.event(Event::Wanted { branch });
+            }
+        }
         Step::TombstoneGone(pick) => {
             let id = world
                 .trash
@@ -208,7 +218,9 @@ fn run(steps: Vec<Step>, mode: WarmingMode) {
         leases: 50,
         deletion_spacing: 20,
     };
-    let mut world = World::new(spec(4, 8, mode), limits);
+    let mut spec = spec(4, 8, mode);
+    spec.lease.idle_timeout = Some(9_000);
+    let mut world = World::new(spec, limits);
     for step in steps {
         play(&mut world, step);
         world.check();

@@ -15,8 +15,8 @@ use crate::quantity::Quantity;
 use crate::rules::{quantity_at_least, rule, rule_at};
 
 pub use policy::{
-    Cleanup, LeasePolicy, Network, Outbound, Placement, Preconnect, Refresh, StopMode, Tombstones,
-    Unleased, Warming, WarmingMode,
+    Cleanup, LeasePolicy, Network, OpenConnections, Outbound, Placement, Preconnect, Refresh,
+    StopMode, Tombstones, Unleased, Warming, WarmingMode,
 };
 pub use postgres::{Postgres, Tuning};
 pub use source::{

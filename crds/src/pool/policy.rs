@@ -178,10 +178,20 @@ pub struct LeasePolicy {
     /// How long a finished BranchLease is kept for reading before it is deleted.
     #[serde(default = "one_hour")]
     pub retain_finished: Duration,
-    /// A lease without any session for this long ends early. Absent: never.
+    /// A server that nobody used for this long is stopped; the next connection starts it again. Absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
     pub idle_timeout: Option<Duration>,
+    /// What a connection is that sends nothing: InUse keeps the server running, Idle lets it be stopped, which ends the connection.
+    #[serde(default)]
+    pub open_connections: OpenConnections,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum OpenConnections {
+    #[default]
+    InUse,
+    Idle,
 }
 
 impl Default for LeasePolicy {
@@ -193,6 +203,7 @@ impl Default for LeasePolicy {
             admission_wait: five_minutes(),
             retain_finished: one_hour(),
             idle_timeout: None,
+            open_connections: OpenConnections::InUse,
         }
     }
 }

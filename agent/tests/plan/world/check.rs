@@ -186,7 +186,12 @@ impl World {
                     .branches
                     .get(&lease.branch)
                     .is_some_and(|disk| disk.running);
-                assert!(running, "server of {uid} is down");
+                let asleep = self.node.branches[&lease.branch].state
+                    == State::Leased {
+                        lease: uid.clone(),
+                        server: Server::Suspended,
+                    };
+                assert_ne!(running, asleep, "server of {uid}");
             } else {
                 assert!(
                     !self.links.contains_key(&lease.endpoint),

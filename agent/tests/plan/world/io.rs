@@ -101,6 +101,27 @@ impl World {
                 };
                 Some(Completion::Preconnected { branch, result })
             }
+            // In use if it is said to fail.
+            Action::LookIdle { branch } => Some(Completion::Looked {
+                branch,
+                found: Use {
+                    open: !success,
+                    last: None,
+                },
+            }),
+            Action::Suspend { branch, .. } => {
+                let result = if success {
+                    if let Some(disk) = self.branches.get_mut(&branch) {
+                        *disk = OnDisk::default();
+                    }
+                    Ok(Suspension::Asleep)
+                } else if self.now.mono % 2 == 0 {
+                    Ok(Suspension::Used)
+                } else {
+                    Err("injected failure".into())
+                };
+                Some(Completion::Suspended { branch, result })
+            }
             Action::Stop { branch, after, .. } => {
                 if !success {
                     let result = Err("injected failure".into());

@@ -9,8 +9,8 @@ use branchpool_agent::{
     plan::{
         Action, After, Answer, Cleanup, Command, Completion, Effects, Entry, Event, Failure, Image,
         LeaseState, LeaseTerms, LeaseUid, Limits, LinkChange, Millis, Node, Now, Observed,
-        ObservedBranch, PoolSpec, PoolUid, Preconnect, Records, Refusal, Stage, State, StopMode,
-        Stopped, Token, Tombstones, Warming, WarmingMode,
+        ObservedBranch, PoolSpec, PoolUid, Preconnect, Records, Refusal, Server, Stage, State,
+        StopMode, Stopped, Suspension, Token, Tombstones, Use, Warming, WarmingMode,
     },
     storage::ids::{BranchId, EndpointId, NodeKey},
 };
@@ -57,6 +57,8 @@ pub fn spec(target: u32, max_branches: u32, mode: WarmingMode) -> PoolSpec {
             max_lifetime: 6_000_000,
             retain_finished: 30_000,
             admission_wait: 10_000,
+            idle_timeout: None,
+            open_connections_count: true,
         },
         cleanup: Cleanup {
             concurrency: 4,
@@ -284,6 +286,7 @@ fn branch_of(action: &Action) -> Option<BranchId> {
         | Action::Start { branch, .. }
         | Action::Preconnect { branch, .. }
         | Action::Restart { branch, .. }
+        | Action::Suspend { branch, .. }
         | Action::Stop { branch, .. } => Some(*branch),
         Action::Delete { id, .. } => Some(*id),
         _ => None,
@@ -296,6 +299,7 @@ pub fn step_of(completion: &Completion) -> Option<BranchId> {
         | Completion::Started { branch, .. }
         | Completion::Preconnected { branch, .. }
         | Completion::Restarted { branch, .. }
+        | Completion::Suspended { branch, .. }
         | Completion::Stopped { branch, .. } => Some(*branch),
         Completion::Deleted { id, .. } => Some(*id),
         _ => None,
