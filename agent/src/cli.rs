@@ -88,7 +88,7 @@ pub struct Common {
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
     /// Where the gateway takes Postgres clients; none: branches are reached on this machine alone
-    #[arg(long, value_name = "ADDRESS:PORT|none", default_value = "127.0.0.1:6432", value_parser = gateway)]
+    #[arg(long, value_name = "ADDRESS:PORT|none", default_value = "127.0.0.1:7432", value_parser = gateway)]
     pub gateway: Listen,
     /// Host name or address that holders are told to connect to [default: localhost for a loopback
     /// address, otherwise the host's name]
@@ -153,7 +153,7 @@ fn gateway(text: &str) -> Result<Listen, String> {
     let address = text.parse();
     address
         .map(|address| Listen(Some(address)))
-        .map_err(|_| "expected an IP address and a port, such as 0.0.0.0:6432, or none".to_owned())
+        .map_err(|_| "expected an IP address and a port, such as 0.0.0.0:7432, or none".to_owned())
 }
 
 /// Bytes as Kubernetes writes them: `20Gi`, `500M`, `1073741824`.
@@ -184,9 +184,9 @@ mod tests {
     #[test]
     fn the_gateway_may_be_none() {
         assert_eq!(gateway("none"), Ok(Listen(None)));
-        let address = "127.0.0.1:6432".parse().unwrap();
-        assert_eq!(gateway("127.0.0.1:6432"), Ok(Listen(Some(address))));
-        assert!(gateway("localhost:6432").is_err());
+        let address = "127.0.0.1:7432".parse().unwrap();
+        assert_eq!(gateway("127.0.0.1:7432"), Ok(Listen(Some(address))));
+        assert!(gateway("localhost:7432").is_err());
     }
 
     #[test]

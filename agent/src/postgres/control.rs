@@ -108,7 +108,7 @@ mod tests {
     const TEXT: &str = "\
 pg_control version number:            1300
 Catalog version number:               202209061
-Database system identifier:           7423545243466643210
+Database system identifier:           7423545243466743210
 Database cluster state:               shut down
 Bytes per WAL segment:                16777216
 Data page checksum version:           0
@@ -118,7 +118,7 @@ Data page checksum version:           0
     fn fields() {
         let control = ControlData::parse(TEXT, 15).unwrap();
         assert!(control.is_clean());
-        assert_eq!(control.system_identifier, "7423545243466643210");
+        assert_eq!(control.system_identifier, "7423545243466743210");
         assert_eq!(control.wal_segment_size, 16 << 20);
         assert_eq!(control.checksum_version, 0);
     }

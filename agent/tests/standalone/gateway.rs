@@ -12,12 +12,19 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, pem::PemObject},
 };
 
-use crate::node::{Node, Setup, ask, connect_at, pool, send, wait_gone};
+use crate::{
+    inspect::names,
+    node::{Node, Setup, ask, connect_at, pool, send, wait_gone},
+};
 
 async fn node() -> Node {
+    started(pool("items", 4, 12, "")).await
+}
+
+async fn started(manifest: String) -> Node {
     let node = Node::start(Setup {
         gateway: "127.0.0.1:0",
-        ..Setup::new(pool("items", 4, 12, ""))
+        ..Setup::new(manifest)
     })
     .await;
     node.wait_full("items").await;
@@ -246,6 +253,201 @@ async fn a_url_outlives_the_server_and_the_agent() {
     assert_eq!(
         ask(&client, "SELECT count(*) FROM items").await.unwrap(),
         "4"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ready_branch_that_lost_its_session_gets_another() {
+    let node = node().await;
+    let ready = names(&node.run_dir().join("b"));
+    for branch in &ready {
+        let sockets = node.run_dir().join("b").join(branch).join("s");
+        let client = connect_at(&sockets.to_string_lossy(), "postgres", "app").await;
+        let sql =
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE usename = 'app'";
+        assert_eq!(ask(&client.unwrap(), sql).await.unwrap(), "t");
+    }
+    node.wait_full("items").await;
+    for uid in ["a", "b", "c", "d"] {
+        let lease = node.lease_patiently("items", uid).await;
+        let warm = backends(&lease).await;
+        let client = connect(&node, &lease).await.unwrap();
+        assert_eq!(ask(&client, "SELECT pg_backend_pid()").await.unwrap(), warm);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_connects_in_the_instant_of_the_lease_gets_its_branch() {
+    const CLIENTS: usize = 4;
+    const EACH: usize = 125;
+    let node = Arc::new(
+        started(pool(
+            "items",
+            12,
+            24,
+            "  cleanup: {tombstones: {delay: 0s}}\n",
+        ))
+        .await,
+    );
+    let clients = (0..CLIENTS).map(|number| {
+        let node = Arc::clone(&node);
+        tokio::spawn(async move {
+            for round in 0..EACH {
+                let uid = format!("lease-{number}-{round}");
+                let lease = node.lease_patiently("items", &uid).await;
+                let client = connect(&node, &lease).await.unwrap();
+                assert_eq!(
+                    ask(&client, "SELECT count(*) FROM items").await.unwrap(),
+                    "3"
+                );
+                client.batch_execute("DELETE FROM items").await.unwrap();
+                let pid = ask(&client, "SELECT pg_backend_pid()").await.unwrap();
+                assert!(
+                    backends(&lease).await.split(',').any(|other| other == pid),
+                    "{uid}"
+                );
+                drop(client);
+                node.client.release(&uid, None).await.unwrap();
+            }
+        })
+    });
+    for client in clients.collect::<Vec<_>>() {
+        client.await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_ends_who_writes_and_leaves_nothing_open() {
+    let node = started(pool(
+        "items",
+        2,
+        6,
+        "  cleanup: {tombstones: {delay: 0s}}\n",
+    ))
+    .await;
+    let lease = node.lease("items", "a").await.unwrap();
+    let mut writers = Vec::new();
+    for number in 0..20 {
+        let client = connect(&node, &lease).await.unwrap();
+        writers.push(tokio::spawn(async move {
+            let mut id = 1_000_000 * (number + 1);
+            loop {
+                id += 1;
+                let sql = format!("INSERT INTO items VALUES ({id}, 'x')");
+                if let Err(error) = client.batch_execute(&sql).await {
+                    return error;
+                }
+            }
+        }));
+    }
+    let socket = lease.socket.clone();
+    node.client.release("a", None).await.unwrap();
+    for writer in writers {
+        let error = tokio::time::timeout(Duration::from_secs(10), writer)
+            .await
+            .unwrap()
+            .unwrap();
+        let code = error.code().map(|code| code.code().to_owned());
+        assert!(
+            error.is_closed() || code.as_deref() == Some("57P01"),
+            "{error:?}"
+        );
+    }
+    node.wait_pool("items", |pool| {
+        pool.ready == 2 && pool.cleaning + pool.tombstones == 0
+    })
+    .await;
+    assert!(!Path::new(&socket).exists());
+}
+
+fn idle(more: &str) -> String {
+    pool(
+        "items",
+        1,
+        4,
+        &format!("  lease: {{idleTimeout: 1s{more}}}\n"),
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unused_server_sleeps_and_wakes_with_its_data() {
+    let mut node = started(idle("")).await;
+    let lease = node.lease("items", "a").await.unwrap();
+    let client = connect(&node, &lease).await.unwrap();
+    client
+        .batch_execute("INSERT INTO items VALUES (4, 'four')")
+        .await
+        .unwrap();
+    // An open connection is use, however quiet.
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    assert_eq!(
+        ask(&client, "SELECT count(*) FROM items").await.unwrap(),
+        "4"
+    );
+    drop(client);
+    let is_asleep = |lease: &Lease| lease.reason.as_deref() == Some("Suspended");
+    node.wait_lease("a", is_asleep).await;
+    assert_eq!(node.postmaster_of(&lease.branch), None);
+
+    // Many at once: one start.
+    let waking = (0..8).map(|_| connect(&node, &lease));
+    for client in futures_util::future::join_all(waking).await {
+        assert_eq!(
+            ask(&client.unwrap(), "SELECT count(*) FROM items")
+                .await
+                .unwrap(),
+            "4"
+        );
+    }
+    let awake = node.client.get_lease("a").await.unwrap();
+    assert_eq!((awake.reason, awake.restarts), (None, 0));
+
+    node.wait_lease("a", is_asleep).await;
+    assert!(node.stop().success());
+    node.restart().await;
+    let mut again = node.client.get_lease("a").await.unwrap();
+    assert!(is_asleep(&again), "{again:?}");
+    assert_eq!(node.postmaster_of(&lease.branch), None);
+    again.port = node
+        .gateway_address()
+        .rsplit_once(':')
+        .unwrap()
+        .1
+        .parse()
+        .unwrap();
+    let client = connect(&node, &again).await.unwrap();
+    assert_eq!(
+        ask(&client, "SELECT count(*) FROM items").await.unwrap(),
+        "4"
+    );
+    drop(client);
+
+    node.wait_lease("a", is_asleep).await;
+    node.client.release("a", None).await.unwrap();
+    node.wait_pool("items", |pool| pool.ready == 1 && pool.leased == 0)
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_quiet_connection_is_ended_where_that_is_wanted() {
+    let node = started(idle(", openConnections: Idle")).await;
+    let lease = node.lease("items", "a").await.unwrap();
+    let client = connect(&node, &lease).await.unwrap();
+    assert_eq!(
+        ask(&client, "SELECT count(*) FROM items").await.unwrap(),
+        "3"
+    );
+    node.wait_lease("a", |lease| lease.reason.as_deref() == Some("Suspended"))
+        .await;
+    let cut = client.simple_query("SELECT 1").await.unwrap_err();
+    assert!(
+        cut.is_closed() || cut.code().is_some_and(|code| code.code() == "57P01"),
+        "{cut:?}"
+    );
+    let client = connect(&node, &lease).await.unwrap();
+    assert_eq!(
+        ask(&client, "SELECT count(*) FROM items").await.unwrap(),
+        "3"
     );
 }
 
