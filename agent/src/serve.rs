@@ -194,6 +194,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         },
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
+        sql: common.sql.limits(),
         open_api,
         default_concurrency: cores + 1,
     })

@@ -20,7 +20,7 @@ mod world;
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -48,6 +48,7 @@ use crate::{
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Records},
     postgres::{readiness, sandbox::Isolation},
+    sql::{Credentials, Sql},
     storage::{Branches, ids::NodeKey, layout},
 };
 
@@ -104,6 +105,8 @@ pub struct Engine {
     /// What is wrong with the manifests of a standalone agent.
     manifests: Arc<Mutex<Option<String>>>,
     cgroups: Base,
+    sql: Sql,
+    credentials: Arc<OnceLock<Arc<dyn Credentials>>>,
 }
 
 impl Engine {
@@ -180,10 +183,8 @@ impl Engine {
         let now = world.clock.now();
         let on_disk = observed.branches.keys().copied().collect();
         let (node, effects) = Node::adopt(config.limits, key.clone(), rng, records, observed, now);
-        {
-            let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
-            blocking(move || leftovers.remove()).await?;
-        }
+        let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
+        blocking(move || leftovers.remove()).await?;
         let log = WatchLog::new(publish::node_status(&node, &world, &facts));
         let mut publisher = Publisher::new(log.clone(), Arc::clone(&facts));
         publisher.note_all(&node);
@@ -209,7 +210,14 @@ impl Engine {
             journal,
             manifests: Arc::default(),
             cgroups,
+            sql: Sql::new(config.sql),
+            credentials: Arc::default(),
         })
+    }
+
+    /// From now on users with the passwords of their leases may send SQL; the first call counts.
+    pub fn accept_logins(&self, credentials: Arc<dyn Credentials>) {
+        let _set_before = self.credentials.set(credentials);
     }
 
     /// Stops handing out, parks what is leased, and ends the rest; then closes the journal. What is

@@ -6,14 +6,16 @@ use std::{
 };
 
 use branchpool_agent_api::{
-    Condition, DesiredPool, FieldError, Lease, LeaseRequest, NodeStatus, PoolStatus, Problem,
-    RenewRequest, ResetRequest, problem::reason,
+    Condition, DesiredPool, FieldError, Lease, LeasePhase, LeaseRequest, NodeStatus, PoolStatus,
+    Problem, RenewRequest, ResetRequest, problem::reason,
 };
 
 use super::{Engine, desired};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
+    sql::{Sql, SqlTarget},
+    storage::ids::BranchId,
 };
 
 const SECOND: u64 = 1_000;
@@ -251,6 +253,7 @@ impl Service for Engine {
     fn node(&self) -> NodeStatus {
         let mut node = self.log.known_node();
         node.space = self.world.sample().space;
+        (node.read_queries, node.write_queries) = self.sql.probes();
         node.journal_pending = u32::try_from(self.world.committer.pending()).unwrap_or(u32::MAX);
         let manifests = self
             .manifests
@@ -262,6 +265,33 @@ impl Service for Engine {
                 .push(Condition::new("Manifests", false, "Refused", &message));
         }
         node
+    }
+
+    fn sql(&self) -> &Sql {
+        &self.sql
+    }
+
+    fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem> {
+        let uid = LeaseUid(uid.to_owned());
+        let Some(lease) = self.log.known_lease(&uid.0) else {
+            return Err(Refusal::LeaseNotFound { uid }.into());
+        };
+        if lease.phase != LeasePhase::Bound {
+            let phase = lease.phase;
+            return Err(Refusal::LeaseEnded { uid, phase }.into());
+        }
+        let branch = lease.branch.parse::<BranchId>();
+        let branch = branch.map_err(|error| Problem::new(500, "Unexpected", error.to_string()))?;
+        Ok(SqlTarget {
+            socket_dir: self.world.layout.branch_socket_dir(&branch),
+            role: lease.user,
+            database: lease.database,
+        })
+    }
+
+    fn sql_login(&self, user: &str, password: &str) -> Option<String> {
+        let LeaseUid(uid) = self.credentials.get()?.check(user, password)?;
+        Some(uid)
     }
 
     async fn apply_pool(&self, uid: String, desired: DesiredPool) -> Result<PoolStatus, Problem> {

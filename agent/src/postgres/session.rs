@@ -374,6 +374,17 @@ fn read_row(row: &DataRowBody) -> Result<Vec<Option<String>>, Error> {
         .context(IoSnafu)
 }
 
+/// Asks the server to cancel what the session of this key runs. The answer comes in that session.
+pub async fn cancel(socket_dir: &Path, key: CancelKey) -> io::Result<()> {
+    let mut message = BytesMut::new();
+    frontend::cancel_request(key.process_id, key.secret, &mut message);
+    let mut stream = connect(socket_dir).await?;
+    stream.write_all(&message).await?;
+    // The server closes when it has passed the request on.
+    stream.read_to_end(&mut Vec::new()).await?;
+    Ok(())
+}
+
 /// Connects through a descriptor of the directory where the path itself does not fit.
 async fn connect(socket_dir: &Path) -> io::Result<UnixStream> {
     let path = socket_dir.join(SOCKET_NAME);
