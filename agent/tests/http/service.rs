@@ -66,6 +66,11 @@ impl InMemory {
             .insert(uid.to_owned(), target);
     }
 
+    /// Of reads and of writes.
+    pub(crate) fn sql_probes(&self) -> (QueueProbe, QueueProbe) {
+        self.sql.probes()
+    }
+
     /// The epoch of the last request that can carry one in its query.
     pub(crate) fn last_epoch(&self) -> Option<u64> {
         self.state.lock().unwrap().last_epoch

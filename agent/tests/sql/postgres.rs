@@ -9,8 +9,10 @@ use std::{
 };
 
 use branchpool_agent::{
-    postgres::session::{Session, Startup},
-    preflight,
+    postgres::{
+        installation::disk_user,
+        session::{Session, Startup},
+    },
     sql::SqlTarget,
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -27,12 +29,17 @@ impl Postgres {
     /// With a superuser and a database `app`, and a table `items` of three rows.
     pub(crate) async fn start() -> Self {
         let directory = tempfile::Builder::new().prefix("bps").tempdir().unwrap();
-        let user = preflight::disk_user("postgres").expect("the package postgresql makes this user");
+        let user = disk_user("postgres").unwrap();
         chown(directory.path(), Some(user.uid), Some(user.gid)).unwrap();
         let programs = newest_programs();
         let data = directory.path().join("data");
         let made = as_user(&programs.join("initdb"))
-            .args(["--no-sync", "--no-instructions", "--username=app", "--auth=trust"])
+            .args([
+                "--no-sync",
+                "--no-instructions",
+                "--username=app",
+                "--auth=trust",
+            ])
             .args(["--encoding=UTF8", "--locale=C.UTF-8", "-D"])
             .arg(&data)
             .output()
@@ -49,7 +56,12 @@ impl Postgres {
             .spawn()
             .unwrap();
         let postgres = Self { directory, server };
-        postgres.open("postgres").await.execute("CREATE DATABASE app").await.unwrap();
+        postgres
+            .open("postgres")
+            .await
+            .execute("CREATE DATABASE app")
+            .await
+            .unwrap();
         let table = "CREATE TABLE items (id int PRIMARY KEY, body text NOT NULL);
             INSERT INTO items VALUES (1, 'one'), (2, 'two'), (3, 'three')";
         postgres.open("app").await.execute(table).await.unwrap();
@@ -121,7 +133,12 @@ impl Drop for Postgres {
 fn as_user(program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command
-        .args(["--reuid=postgres", "--regid=postgres", "--clear-groups", "--"])
+        .args([
+            "--reuid=postgres",
+            "--regid=postgres",
+            "--clear-groups",
+            "--",
+        ])
         .arg(program)
         .current_dir("/")
         .stdin(Stdio::null())
@@ -131,7 +148,9 @@ fn as_user(program: &Path) -> Command {
 
 fn newest_programs() -> PathBuf {
     let majors = [18, 17, 16, 15, 14];
-    let mut directories = majors.iter().map(|major| format!("/usr/lib/postgresql/{major}/bin").into());
+    let mut directories = majors
+        .iter()
+        .map(|major| format!("/usr/lib/postgresql/{major}/bin").into());
     directories
         .find(|directory: &PathBuf| directory.join("initdb").exists())
         .expect("a Postgres server should be installed")
