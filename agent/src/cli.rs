@@ -135,7 +135,7 @@ pub struct Sql {
     /// Most time that a query over HTTP may ask for
     #[arg(long = "sql-max-timeout", value_name = "SECONDS", default_value = "600", value_parser = seconds)]
     pub max_timeout: Duration,
-    /// Longest answer to a query over HTTP; running queries hold up to twice as much each
+    /// Longest answer to a query over HTTP; a running query holds up to three times as much
     #[arg(long = "sql-max-result", value_name = "BYTES", default_value = "10Mi", value_parser = size)]
     pub max_result: u64,
 }

@@ -3,10 +3,9 @@
 use std::io::{self, Write};
 
 use branchpool_agent_api::SqlColumn;
-use postgres_protocol::Oid;
+use postgres_types::{Oid, Type};
 use serde::Serialize;
 use serde_json::value::RawValue;
-use tokio_postgres::types::Type;
 
 /// How values and results are shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

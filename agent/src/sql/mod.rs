@@ -88,8 +88,9 @@ pub struct SqlTarget {
 
 /// Who holds which lease, by the gateway's passwords.
 pub trait Credentials: std::fmt::Debug + Send + Sync + 'static {
-    /// The lease that `user` (`<role>.<endpoint>`) is for, if the password is right. A wrong password,
-    /// an unknown user and an ended lease must take the same time.
+    /// The lease that `user` (`<role>.<endpoint>`) is for, if the password is right. Only the pool's role
+    /// may be let in, for the session is opened as that one. A wrong password, an unknown user and an
+    /// ended lease must take the same time.
     fn check(&self, user: &str, password: &str) -> Option<LeaseUid>;
 }
 

@@ -69,7 +69,12 @@ impl Wire {
         self.send(statement).await?;
         let mut failed = None;
         loop {
-            match self.next(answer.room()).await? {
+            let message = match self.next(answer.room()).await {
+                // A server that ends the session says why first.
+                Err(Failure::Lost) => return Err(failed.unwrap_or(Failure::Lost)),
+                message => message?,
+            };
+            match message {
                 Message::RowDescription(body) => {
                     answer.begin(fields(&body)?, statement.array_mode)?;
                 }

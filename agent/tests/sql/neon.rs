@@ -133,6 +133,31 @@ async fn errors_are_those_that_the_driver_reads() {
 }
 
 #[tokio::test]
+async fn the_password_is_the_token_of_this_door_alone() {
+    let postgres = crate::Postgres::start().await;
+    let service = crate::InMemory::with(crate::Limits::default());
+    service.sql_target("shop", postgres.target());
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("token");
+    std::fs::write(&token, "0123456789abcdef").unwrap();
+    let agent = crate::Running::serve(service, |options| {
+        options.tcp = Some("127.0.0.1:0".parse().unwrap());
+        options.token_file = Some(token);
+    })
+    .await;
+    let node = Node { postgres, agent };
+    let body = json!({"query": "SELECT 1 AS one"});
+    let address = address("app", "");
+    let answer = post(&node, &[("Neon-Connection-String", &address)], &body).await;
+    assert_eq!(answer.json::<Value>()["rows"], json!([{"one": 1}]));
+    let request = Request::json("POST", "/v1/leases/shop/sql", body.to_string());
+    assert_eq!(node.agent.send_tcp(&request).await.status, 401);
+    let request = request.header("Authorization", "Bearer 0123456789abcdef");
+    assert_eq!(node.agent.send_tcp(&request).await.status, 200);
+    node.stop().await;
+}
+
+#[tokio::test]
 async fn who_is_not_let_in_learns_nothing_else() {
     let node = Node::start().await;
     let body = json!({"query": "SELECT 1"});

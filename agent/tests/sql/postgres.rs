@@ -110,11 +110,11 @@ impl Postgres {
         }
     }
 
-    /// Ends the server at once.
-    pub(crate) fn kill(&mut self) {
+    /// Ends the server, and with it all sessions.
+    pub(crate) fn stop(&mut self) {
         if let Ok(None) = self.server.try_wait() {
             let pid = Pid::from_child(&self.server);
-            kill_process(pid, Signal::QUIT).unwrap();
+            kill_process(pid, Signal::INT).unwrap();
             self.server.wait().unwrap();
         }
     }
@@ -126,7 +126,7 @@ impl Postgres {
 
 impl Drop for Postgres {
     fn drop(&mut self) {
-        self.kill();
+        self.stop();
     }
 }
 
