@@ -5,6 +5,7 @@ use std::{
     os::unix::fs::chown,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -33,18 +34,7 @@ impl Postgres {
         chown(directory.path(), Some(user.uid), Some(user.gid)).unwrap();
         let programs = newest_programs();
         let data = directory.path().join("data");
-        let made = as_user(&programs.join("initdb"))
-            .args([
-                "--no-sync",
-                "--no-instructions",
-                "--username=app",
-                "--auth=trust",
-            ])
-            .args(["--encoding=UTF8", "--locale=C.UTF-8", "-D"])
-            .arg(&data)
-            .output()
-            .unwrap();
-        assert!(made.status.success(), "{made:?}");
+        copy(&template(&programs, directory.path()), &data);
         let log = fs::File::create(directory.path().join("log")).unwrap();
         let server = as_user(&programs.join("postgres"))
             .arg("-D")
@@ -128,6 +118,53 @@ impl Drop for Postgres {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// A fresh data directory, made once for all tests and kept for the next run.
+fn template(programs: &Path, scratch: &Path) -> PathBuf {
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _one_makes_it = MAKING.lock().unwrap();
+    let version = Command::new(programs.join("postgres"))
+        .arg("--version")
+        .output()
+        .unwrap();
+    let version = String::from_utf8(version.stdout).unwrap();
+    let name: String = version
+        .chars()
+        .filter(|c| c.is_ascii_alphanumeric() || *c == '.')
+        .collect();
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    if kept.exists() {
+        return kept;
+    }
+    // The server's user need not reach where it is kept.
+    let made = scratch.join("template");
+    let output = as_user(&programs.join("initdb"))
+        .args([
+            "--no-sync",
+            "--no-instructions",
+            "--username=app",
+            "--auth=trust",
+        ])
+        .args(["--encoding=UTF8", "--locale=C.UTF-8", "-D"])
+        .arg(&made)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let unfinished = kept.with_extension(std::process::id().to_string());
+    copy(&made, &unfinished);
+    if let Err(error) = fs::rename(&unfinished, &kept) {
+        // Another run was faster.
+        assert!(kept.exists(), "{error}");
+        fs::remove_dir_all(&unfinished).unwrap();
+    }
+    kept
+}
+
+fn copy(from: &Path, to: &Path) {
+    let mut command = Command::new("cp");
+    let status = command.arg("-a").arg(from).arg(to).status().unwrap();
+    assert!(status.success(), "{command:?}");
 }
 
 fn as_user(program: &Path) -> Command {
