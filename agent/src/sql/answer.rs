@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use branchpool_agent_api::SqlColumn;
-use postgres_types::{Oid, Type};
+use postgres_types::{Kind, Oid, Type};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -210,10 +210,87 @@ impl Bounded {
 
     fn value(&mut self, shape: Shape, type_id: Oid, bytes: &[u8]) -> Result<(), TooLong> {
         let text = String::from_utf8_lossy(bytes);
+        if let Some(element) = array_element(shape, type_id) {
+            let start = self.bytes.len();
+            if self.array(shape, element, &text)? {
+                return Ok(());
+            }
+            self.bytes.truncate(start);
+        }
         match embedded(shape, type_id, &text) {
             Some(json) => self.put(json),
             None => self.json(&*text),
         }
+    }
+
+    /// An array's text, item by item; `false` where it is none. Lower bounds other than 1 are left out.
+    fn array(&mut self, shape: Shape, element: Oid, text: &str) -> Result<bool, TooLong> {
+        let mut rest = match text.split_once('=') {
+            Some((bounds, items)) if bounds.starts_with('[') => items,
+            _ => text,
+        };
+        let mut depth = 0_usize;
+        while let Some(first) = rest.chars().next() {
+            let after = &rest[first.len_utf8()..];
+            match first {
+                '{' => (depth, rest) = (depth + 1, after),
+                '}' if depth > 0 => (depth, rest) = (depth - 1, after),
+                ',' if depth > 0 => rest = after,
+                '"' if depth > 0 => {
+                    let Some((item, after)) = unquoted(after) else {
+                        return Ok(false);
+                    };
+                    rest = after;
+                    self.value(shape, element, item.as_bytes())?;
+                    continue;
+                }
+                _ if depth > 0 => {
+                    let Some(end) = rest.find([',', '}']) else {
+                        return Ok(false);
+                    };
+                    let (item, after) = rest.split_at(end);
+                    rest = after;
+                    if item == "NULL" {
+                        self.put("null")?;
+                    } else {
+                        self.value(shape, element, item.as_bytes())?;
+                    }
+                    continue;
+                }
+                _ => return Ok(false),
+            }
+            self.put(match first {
+                '{' => "[",
+                '}' => "]",
+                _ => ",",
+            })?;
+        }
+        Ok(depth == 0 && text.ends_with('}'))
+    }
+}
+
+/// An item of an array up to its closing quote, without escapes, and what follows.
+fn unquoted(text: &str) -> Option<(String, &str)> {
+    let mut item = String::new();
+    let mut letters = text.char_indices();
+    while let Some((at, letter)) = letters.next() {
+        match letter {
+            '"' => return Some((item, &text[at + 1..])),
+            '\\' => item.push(letters.next()?.1),
+            _ => item.push(letter),
+        }
+    }
+    None
+}
+
+/// The type of an array's items, where arrays are shown as JSON's. Boxes have another delimiter.
+fn array_element(shape: Shape, type_id: Oid) -> Option<Oid> {
+    if shape != (Shape::Neon { raw: false }) || type_id == Type::BOX_ARRAY.oid() {
+        return None;
+    }
+    match Type::from_oid(type_id)?.kind() {
+        Kind::Array(element) => Some(element.oid()),
+        _ => None,
     }
 }
 
@@ -320,6 +397,48 @@ mod tests {
         assert_eq!(typed["rows"][0]["c0"], true);
         assert_eq!(typed["rows"][0]["c2"], "9007199254740993");
         assert_eq!(typed["rowAsArray"], false);
+    }
+
+    #[test]
+    fn neon_gets_arrays_as_json_unless_it_asks_for_text() {
+        for (known, text, expected) in [
+            (Type::INT4_ARRAY, "{}", json!([])),
+            (Type::INT4_ARRAY, "{1,NULL,-3}", json!([1, null, -3])),
+            (Type::INT4_ARRAY, "{{1,2},{3,4}}", json!([[1, 2], [3, 4]])),
+            (Type::INT4_ARRAY, "[0:1]={1,2}", json!([1, 2])),
+            (
+                Type::INT8_ARRAY,
+                "{9007199254740993}",
+                json!(["9007199254740993"]),
+            ),
+            (Type::BOOL_ARRAY, "{t,f}", json!([true, false])),
+            (
+                Type::TEXT_ARRAY,
+                r#"{a,"b,c","\"","\\","NULL","","{}","ä"}"#,
+                json!(["a", "b,c", "\"", "\\", "NULL", "", "{}", "ä"]),
+            ),
+            (
+                Type::JSONB_ARRAY,
+                r#"{"{\"a\": [1]}"}"#,
+                json!([{"a": [1]}]),
+            ),
+            (
+                Type::BOX_ARRAY,
+                "{(1,1),(0,0);(2,2),(1,1)}",
+                json!("{(1,1),(0,0);(2,2),(1,1)}"),
+            ),
+            (Type::TEXT_ARRAY, "{\"unfinished", json!("{\"unfinished")),
+            (Type::TEXT_ARRAY, "no array", json!("no array")),
+        ] {
+            let answer = shown(
+                Shape::Neon { raw: false },
+                true,
+                &[(known.clone(), Some(text))],
+            );
+            assert_eq!(answer["rows"][0][0], expected, "{text}");
+            let raw = shown(Shape::Neon { raw: true }, true, &[(known, Some(text))]);
+            assert_eq!(raw["rows"][0][0], text);
+        }
     }
 
     #[test]

@@ -61,6 +61,11 @@ async fn a_query_is_answered_as_neon_does() {
     assert_eq!(answer["rows"], json!([{"id": 2, "body": "two"}]));
     assert_eq!(answer["rowAsArray"], false);
 
+    let arrays = json!({"query": "SELECT ARRAY['a,b', NULL, '\"\\'] AS t, ARRAY[[1, 2], [3, 4]] AS i, '[2:3]={t,f}'::bool[] AS b, ARRAY['{\"k\": [1]}'::jsonb] AS j"});
+    let answer: Value = post(&node, &headers[..1], &arrays).await.json();
+    let expected = json!({"t": ["a,b", null, "\"\\"], "i": [[1, 2], [3, 4]], "b": [true, false], "j": [{"k": [1]}]});
+    assert_eq!(answer["rows"], json!([expected]));
+
     let body = json!({"queries": [
         {"query": "INSERT INTO items VALUES (4, $1)", "params": ["four"]},
         {"query": "SELECT id FROM items WHERE id > 2 ORDER BY id", "arrayMode": false},
