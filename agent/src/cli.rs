@@ -4,6 +4,8 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::sql::Limits;
+
 /// Keeps pools of prestarted Postgres branches on one node and hands them out.
 #[derive(Debug, Parser)]
 #[command(name = "branchpool-agent", version, about, max_term_width = 100)]
@@ -132,8 +134,43 @@ pub struct Common {
     /// Size at which a server's log is emptied
     #[arg(long, value_name = "BYTES", default_value = "8Mi", value_parser = size)]
     pub log_cap: u64,
+    #[command(flatten)]
+    pub sql: Sql,
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
+}
+
+/// Bounds of SQL over HTTP.
+#[derive(Debug, Args)]
+pub struct Sql {
+    /// Read queries over HTTP at a time
+    #[arg(long = "sql-reads", value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1_000))]
+    pub reads: u32,
+    /// Queries over HTTP at a time that may write
+    #[arg(long = "sql-writes", value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1_000))]
+    pub writes: u32,
+    /// Time of a query over HTTP that does not ask for another
+    #[arg(long = "sql-timeout", value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub timeout: Duration,
+    /// Most time that a query over HTTP may ask for
+    #[arg(long = "sql-max-timeout", value_name = "SECONDS", default_value = "600", value_parser = seconds)]
+    pub max_timeout: Duration,
+    /// Longest answer to a query over HTTP; a running query holds up to three times as much
+    #[arg(long = "sql-max-result", value_name = "BYTES", default_value = "10Mi", value_parser = size)]
+    pub max_result: u64,
+}
+
+impl Sql {
+    pub fn limits(&self) -> Limits {
+        Limits {
+            reads: self.reads,
+            writes: self.writes,
+            timeout: self.timeout.min(self.max_timeout),
+            max_timeout: self.max_timeout,
+            result: usize::try_from(self.max_result).unwrap_or(usize::MAX),
+            ..Limits::default()
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -10,5 +10,6 @@ pub mod journal;
 pub mod plan;
 pub mod postgres;
 pub mod preflight;
+pub mod sql;
 pub mod standalone;
 pub mod storage;

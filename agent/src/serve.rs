@@ -206,6 +206,7 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         },
         build_time_limit: common.build_timeout,
         log_cap: common.log_cap,
+        sql: common.sql.limits(),
         open_api,
         reach: gateway.as_ref().map_or(Reach::Socket, Gateway::reach),
         default_concurrency: cores + 1,

@@ -1,7 +1,9 @@
 //! What the agent accepts in names and numbers. The server refuses by these rules, and clients can
 //! ask them before they send.
 
-use crate::{DesiredPool, FieldError, LeaseRequest, PoolName, RenewRequest, ResetRequest};
+use crate::{
+    DesiredPool, FieldError, LeaseRequest, PoolName, RenewRequest, ResetRequest, SqlRequest,
+};
 
 /// A year: the longest term that can be asked for; a pool's own limit is usually shorter.
 pub const MAX_TTL_SECONDS: u64 = 31_536_000;
@@ -111,6 +113,17 @@ impl Check for RenewRequest {
 impl Check for ResetRequest {
     fn check(&self) -> Vec<FieldError> {
         refusals([("token", reset_token(&self.token))])
+    }
+}
+
+impl Check for SqlRequest {
+    fn check(&self) -> Vec<FieldError> {
+        let query = if self.query.contains('\0') {
+            Err("must not hold a zero byte".to_owned())
+        } else {
+            Ok(())
+        };
+        refusals([("query", query)])
     }
 }
 

@@ -9,6 +9,7 @@ pub mod lease;
 pub mod node;
 pub mod pool;
 pub mod problem;
+pub mod sql;
 pub mod watch;
 
 pub use client::{Client, ClientError, Target};
@@ -16,4 +17,5 @@ pub use lease::{Lease, LeaseList, LeasePhase, LeaseRequest, PoolName, RenewReque
 pub use node::{Condition, Gate, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space};
 pub use pool::{DesiredPool, GoldenPhase, GoldenStatus, PoolList, PoolStatus};
 pub use problem::{FieldError, Problem};
+pub use sql::{SqlColumn, SqlError, SqlRequest, SqlResult};
 pub use watch::{Change, WatchEvent};

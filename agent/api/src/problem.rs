@@ -5,7 +5,7 @@ use std::fmt;
 use hyper::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use crate::PoolName;
+use crate::{PoolName, SqlError};
 
 /// Media type of every answer that is not 2xx.
 pub const PROBLEM_MEDIA_TYPE: &str = "application/problem+json";
@@ -17,6 +17,8 @@ pub mod reason {
     pub const NO_BRANCH_READY: &str = "NoBranchReady";
     pub const POOL_NOT_FOUND: &str = "PoolNotFound";
     pub const INVALID_FIELD: &str = "InvalidField";
+    /// Postgres refused a query; `postgres` holds its error.
+    pub const POSTGRES_ERROR: &str = "PostgresError";
     pub const TOO_MANY_WATCHERS: &str = "TooManyWatchers";
 }
 
@@ -56,6 +58,9 @@ pub struct Problem {
     /// When a retry may work, in milliseconds from now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<u64>,
+    /// What Postgres said, where it refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub postgres: Option<Box<SqlError>>,
 }
 
 impl Problem {
@@ -73,6 +78,7 @@ impl Problem {
             detail: detail.into(),
             errors: Vec::new(),
             retry_after_ms: None,
+            postgres: None,
         }
     }
 

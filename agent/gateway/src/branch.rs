@@ -264,7 +264,8 @@ impl Branch {
         self.used.load(Ordering::Acquire)
     }
 
-    pub(crate) fn touch(&self) {
+    /// Notes that a holder has just used the branch.
+    pub fn touch(&self) {
         let micros = self.made.0.elapsed().as_micros();
         let micros = u64::try_from(micros).unwrap_or(u64::MAX - 1);
         self.last_client_byte.store(micros + 1, Ordering::Relaxed);

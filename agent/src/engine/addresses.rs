@@ -7,10 +7,12 @@ use std::{
     os::unix::fs::symlink,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
-use branchpool_gateway::{Branch, Directory, Facts, State, Verifier, scram::ITERATIONS};
+use branchpool_gateway::{
+    Branch, Directory, Facts, State, Unavailable, Verifier, scram::ITERATIONS,
+};
 use tokio::sync::oneshot;
 
 use super::{
@@ -28,6 +30,9 @@ use crate::{
 
 /// Milliseconds by which a time may differ when it is taken from one clock to another twice.
 const CLOCKS_DIFFER: Millis = 5;
+
+/// Longest that somebody waits for a suspended server.
+const WAKE_TIME: Duration = Duration::from_secs(30);
 
 /// What is to become of a preconnected session.
 #[derive(Debug)]
@@ -264,6 +269,21 @@ impl Addresses {
             return None;
         }
         Some(branch)
+    }
+
+    /// For a session that does not come through the gateway: counts as use, and waits for a server that
+    /// is suspended.
+    pub(super) async fn enter(&self, id: &BranchId) -> Result<(), Unavailable> {
+        let place = self
+            .places()
+            .branches
+            .get(id)
+            .map(|place| Arc::clone(&place.branch));
+        let Some(branch) = place else { return Ok(()) };
+        branch.touch();
+        branch.serving(WAKE_TIME).await?;
+        branch.close_session().await;
+        Ok(())
     }
 
     pub(super) fn used(&self, id: &BranchId, clock: Clock) -> Use {

@@ -28,6 +28,8 @@ pub struct Config {
     pub limits: Limits,
     /// Longest build of a golden image.
     pub build_time_limit: Duration,
+    /// Bounds of SQL over HTTP.
+    pub sql: crate::sql::Limits,
     /// Bytes of a server log; a longer one is cut.
     pub log_cap: u64,
     /// The API is served on TCP to whoever asks.

@@ -52,6 +52,7 @@ use crate::{
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Reach, Records},
     postgres::{readiness, sandbox::Isolation},
+    sql::Sql,
     storage::{Branches, ids::NodeKey, layout},
 };
 
@@ -108,6 +109,7 @@ pub struct Engine {
     /// What is wrong with the manifests of a standalone agent.
     manifests: Arc<Mutex<Option<String>>>,
     cgroups: Base,
+    sql: Sql,
 }
 
 impl Engine {
@@ -190,10 +192,8 @@ impl Engine {
         boot::prepare_addresses(&world, &node)
             .await
             .context(BootSnafu)?;
-        {
-            let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
-            blocking(move || leftovers.remove()).await?;
-        }
+        let leftovers = leftovers::Leftovers::new(&world.layout, key, &node, on_disk);
+        blocking(move || leftovers.remove()).await?;
         let log = WatchLog::new(publish::node_status(&node, &world, &facts));
         let mut publisher = Publisher::new(log.clone(), Arc::clone(&facts));
         publisher.note_all(&node);
@@ -220,6 +220,7 @@ impl Engine {
             journal,
             manifests: Arc::default(),
             cgroups,
+            sql: Sql::new(config.sql),
         })
     }
 

@@ -10,10 +10,14 @@ use branchpool_agent_api::{
     Problem, RenewRequest, ResetRequest, problem::reason,
 };
 
+use subtle::ConstantTimeEq;
+
 use super::{Engine, desired};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
+    sql::{Sql, SqlTarget},
+    storage::ids::BranchId,
 };
 
 const SECOND: u64 = 1_000;
@@ -266,6 +270,7 @@ impl Service for Engine {
     fn node(&self) -> NodeStatus {
         let mut node = self.log.known_node();
         node.space = self.world.sample().space;
+        (node.read_queries, node.write_queries) = self.sql.probes();
         node.journal_pending = u32::try_from(self.world.committer.pending()).unwrap_or(u32::MAX);
         let manifests = self
             .manifests
@@ -277,6 +282,61 @@ impl Service for Engine {
                 .push(Condition::new("Manifests", false, "Refused", &message));
         }
         node
+    }
+
+    fn sql(&self) -> &Sql {
+        &self.sql
+    }
+
+    fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem> {
+        let uid = LeaseUid(uid.to_owned());
+        let Some(lease) = self.log.known_lease(&uid.0) else {
+            return Err(Refusal::LeaseNotFound { uid }.into());
+        };
+        if lease.phase != LeasePhase::Bound {
+            let phase = lease.phase;
+            return Err(Refusal::LeaseEnded { uid, phase }.into());
+        }
+        let branch = lease.branch.parse::<BranchId>();
+        let branch = branch.map_err(|error| Problem::new(500, "Unexpected", error.to_string()))?;
+        let suffix = format!(".{}", lease.endpoint);
+        let role = lease.user.strip_suffix(&suffix).unwrap_or(&lease.user);
+        Ok(SqlTarget {
+            socket_dir: self.world.layout.branch_socket_dir(&branch),
+            role: role.to_owned(),
+            database: lease.database,
+        })
+    }
+
+    async fn sql_enter(&self, uid: &str) -> Result<SqlTarget, Problem> {
+        let branch = self
+            .log
+            .known_lease(uid)
+            .and_then(|lease| lease.branch.parse::<BranchId>().ok());
+        if let Some(branch) = branch {
+            let entered = self.world.addresses.enter(&branch).await;
+            entered.map_err(|why| {
+                Problem::new(503, "ServerNotReady", format!("{why}; ask again"))
+                    .with_retry_after_ms(SECOND)
+            })?;
+        }
+        self.sql_target(uid)
+    }
+
+    fn sql_login(&self, user: &str, password: &str) -> Option<String> {
+        // The same work for whoever is not known.
+        let endpoint = user.rsplit_once('.')?.1.parse().ok()?;
+        let expected = self.world.addresses.password(&endpoint)?;
+        if !bool::from(expected.as_bytes().ct_eq(password.as_bytes())) {
+            return None;
+        }
+        let leases = self.log.known_leases();
+        let mut bound = leases
+            .into_iter()
+            .filter(|lease| lease.phase == LeasePhase::Bound);
+        bound
+            .find(|lease| lease.user == user)
+            .map(|lease| lease.uid)
     }
 
     async fn apply_pool(&self, uid: String, desired: DesiredPool) -> Result<PoolStatus, Problem> {

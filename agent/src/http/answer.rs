@@ -62,7 +62,8 @@ fn with_json<T: Serialize>(status: StatusCode, media_type: &'static str, body: &
 pub(super) fn as_problem(path: &str, response: Response) -> Response {
     let status = response.status();
     let is_refusal = status.is_client_error() || status.is_server_error();
-    if !is_refusal || has_media_type(&response, PROBLEM_MEDIA_TYPE) {
+    let told = |media_type| has_media_type(&response, media_type);
+    if !is_refusal || told(PROBLEM_MEDIA_TYPE) || told("application/json") {
         return response;
     }
     let allow = response.headers().get(ALLOW).cloned();

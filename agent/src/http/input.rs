@@ -167,7 +167,7 @@ fn unsupported_media_type(found: &str) -> Problem {
     )
 }
 
-async fn read(request: Request, limit: usize) -> Result<Bytes, Problem> {
+pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Problem> {
     let announced = request
         .headers()
         .get(CONTENT_LENGTH)

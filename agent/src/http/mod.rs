@@ -14,6 +14,8 @@
 //! POST   /v1/leases/{uid}/renew          RenewRequest (may be absent) → Lease
 //! POST   /v1/leases/{uid}/reset          ResetRequest → Lease
 //! POST   /v1/leases/{uid}/forget[?epoch=N]  204
+//! POST   /v1/leases/{uid}/sql            SqlRequest → SqlResult
+//! POST   /sql                            as Neon's driver speaks it
 //! GET    /v1/watch[?instance=ID&since=REVISION]  WatchEvent, one a line
 //! ```
 
@@ -24,6 +26,7 @@ mod listen;
 mod routes;
 mod server;
 pub mod service;
+mod sql;
 mod stall;
 pub mod watchlog;
 

@@ -23,13 +23,14 @@ use super::{
     answer::{Refusal, json},
     input::{self, LEASE_BODY_LIMIT, POOL_BODY_LIMIT},
     server::stopped,
+    sql,
 };
 
-type Answer = Result<Response, Refusal>;
-type Segment = Result<Path<String>, PathRejection>;
+pub(super) type Answer = Result<Response, Refusal>;
+pub(super) type Segment = Result<Path<String>, PathRejection>;
 
 /// One for all requests.
-type Shared<S> = State<Arc<Context<S>>>;
+pub(super) type Shared<S> = State<Arc<Context<S>>>;
 
 /// What handlers get: the engine, and word of the server's stop.
 #[derive(Debug)]
@@ -59,6 +60,8 @@ pub(super) fn router<S: Service>(context: Context<S>) -> Router {
         .route("/v1/leases/{uid}/renew", post(renew::<S>))
         .route("/v1/leases/{uid}/reset", post(reset::<S>))
         .route("/v1/leases/{uid}/forget", post(forget::<S>))
+        .route("/v1/leases/{uid}/sql", post(sql::of_lease::<S>))
+        .route(sql::NEON_PATH, post(sql::as_neon::<S>))
         .route("/v1/watch", get(watch_changes::<S>))
         .with_state(Arc::new(context))
 }
@@ -240,7 +243,7 @@ fn line(event: &WatchEvent) -> Option<Bytes> {
     Some(Bytes::from(line))
 }
 
-fn checked_uid(uid: Segment) -> Result<String, Problem> {
+pub(super) fn checked_uid(uid: Segment) -> Result<String, Problem> {
     let Path(uid) = uid.map_err(|rejection| bad_path(&rejection))?;
     input::uid(&uid)?;
     Ok(uid)

@@ -7,6 +7,7 @@ use branchpool_agent_api::{
 };
 
 use super::Subscription;
+use crate::sql::{Sql, SqlTarget};
 
 /// The engine, as the HTTP server sees it. Requests arrive with their fields checked against
 /// [`branchpool_agent_api::check`].
@@ -54,6 +55,20 @@ pub trait Service: Clone + Send + Sync + 'static {
     fn pools(&self) -> Vec<PoolStatus>;
 
     fn node(&self) -> NodeStatus;
+
+    /// Runs what is sent to leases.
+    fn sql(&self) -> &Sql;
+
+    /// Where the queries of a lease go; refused unless it is bound.
+    fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem>;
+
+    /// As [`Service::sql_target`], when the query's turn has come: counts as use of the branch, and wakes
+    /// its server.
+    fn sql_enter(&self, uid: &str) -> impl Future<Output = Result<SqlTarget, Problem>> + Send;
+
+    /// The lease that a user and a password of the gateway are for. A wrong password, an unknown user
+    /// and an ended lease take the same time.
+    fn sql_login(&self, user: &str, password: &str) -> Option<String>;
 
     fn apply_pool(
         &self,

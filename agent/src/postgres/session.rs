@@ -281,6 +281,11 @@ impl Session {
         &self.startup
     }
 
+    /// For who speaks the protocol itself: the stream, what was read ahead of it, and the key.
+    pub fn into_stream(self) -> (UnixStream, BytesMut, Option<CancelKey>) {
+        (self.stream, self.buffer, self.cancel_key)
+    }
+
     /// For the gateway's first client. Comes back when the server gave no key to cancel by.
     pub fn into_gateway(self) -> Result<branchpool_gateway::Session, Box<Self>> {
         let Some(key) = self.cancel_key else {
@@ -396,6 +401,17 @@ fn read_row(row: &DataRowBody) -> Result<Vec<Option<String>>, Error> {
         })
         .collect()
         .context(IoSnafu)
+}
+
+/// Asks the server to cancel what the session of this key runs. The answer comes in that session.
+pub async fn cancel(socket_dir: &Path, key: CancelKey) -> io::Result<()> {
+    let mut message = BytesMut::new();
+    frontend::cancel_request(key.process_id, key.secret, &mut message);
+    let mut stream = connect(socket_dir).await?;
+    stream.write_all(&message).await?;
+    // The server closes when it has passed the request on.
+    stream.read_to_end(&mut Vec::new()).await?;
+    Ok(())
 }
 
 /// Connects through a descriptor of the directory where the path itself does not fit.

@@ -30,6 +30,10 @@ impl Running {
     }
 
     pub(crate) async fn start(adjust: impl FnOnce(&mut Options)) -> Self {
+        Self::serve(InMemory::new(), adjust).await
+    }
+
+    pub(crate) async fn serve(service: InMemory, adjust: impl FnOnce(&mut Options)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("agent.sock");
         let mut options = Options {
@@ -39,7 +43,6 @@ impl Running {
         adjust(&mut options);
         let server = Server::bind(&options).await.unwrap();
         let tcp = server.tcp_address();
-        let service = InMemory::new();
         let (stop, stopped) = oneshot::channel();
         let serving = tokio::spawn(server.serve(service.clone(), async {
             let _ = stopped.await;

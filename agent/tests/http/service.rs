@@ -11,17 +11,23 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use branchpool_agent::http::{Service, Subscription, WatchLog};
+use branchpool_agent::{
+    http::{Service, Subscription, WatchLog},
+    sql::{Limits, Sql, SqlTarget},
+};
 use branchpool_agent_api::{
     DesiredPool, GoldenPhase, GoldenStatus, Isolation, Lease, LeasePhase, LeaseRequest, NodeStatus,
     PoolName, PoolStatus, Problem, QueueProbe, RenewRequest, ResetRequest, Space, problem::reason,
 };
 
 pub(crate) const INSTANCE: &str = "instance-1";
+/// Of every lease; the user is `app.` and the lease's uid.
+pub(crate) const PASSWORD: &str = "right:p@ssword";
 
 #[derive(Clone)]
 pub(crate) struct InMemory {
     state: Arc<Mutex<State>>,
+    pub(crate) sql: Sql,
     pub(crate) log: WatchLog,
 }
 
@@ -31,19 +37,38 @@ struct State {
     pools: BTreeMap<String, PoolStatus>,
     not_ready: Option<String>,
     last_epoch: Option<u64>,
+    sql_targets: BTreeMap<String, SqlTarget>,
     attempts: usize,
 }
 
 impl InMemory {
     pub(crate) fn new() -> Self {
+        Self::with(Limits::default())
+    }
+
+    pub(crate) fn with(limits: Limits) -> Self {
         Self {
             state: Arc::default(),
+            sql: Sql::new(limits),
             log: WatchLog::new(node()),
         }
     }
 
     pub(crate) fn not_ready(&self, why: &str) {
         self.state.lock().unwrap().not_ready = Some(why.to_owned());
+    }
+
+    pub(crate) fn sql_target(&self, uid: &str, target: SqlTarget) {
+        self.state
+            .lock()
+            .unwrap()
+            .sql_targets
+            .insert(uid.to_owned(), target);
+    }
+
+    /// Of reads and of writes.
+    pub(crate) fn sql_probes(&self) -> (QueueProbe, QueueProbe) {
+        self.sql.probes()
     }
 
     /// The epoch of the last request that can carry one in its query.
@@ -138,6 +163,26 @@ impl Service for InMemory {
 
     fn node(&self) -> NodeStatus {
         node()
+    }
+
+    fn sql(&self) -> &Sql {
+        &self.sql
+    }
+
+    fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem> {
+        let target = self.state.lock().unwrap().sql_targets.get(uid).cloned();
+        target.ok_or_else(|| Problem::new(404, reason::LEASE_NOT_FOUND, "there is no such lease"))
+    }
+
+    async fn sql_enter(&self, uid: &str) -> Result<SqlTarget, Problem> {
+        Service::sql_target(self, uid)
+    }
+
+    fn sql_login(&self, user: &str, password: &str) -> Option<String> {
+        (password == PASSWORD)
+            .then(|| user.strip_prefix("app."))
+            .flatten()
+            .map(str::to_owned)
     }
 
     async fn apply_pool(&self, uid: String, desired: DesiredPool) -> Result<PoolStatus, Problem> {

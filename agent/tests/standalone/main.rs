@@ -24,6 +24,7 @@ mod message;
 mod node;
 mod reboot;
 mod reload;
+mod sql;
 mod starvation;
 mod stop;
 mod takeover;
