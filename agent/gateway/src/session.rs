@@ -10,6 +10,10 @@ use postgres_protocol::message::{
     },
     frontend,
 };
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, recv},
+};
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -24,7 +28,7 @@ const MAX_NOTICES: usize = 16;
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Snafu)]
-pub enum Error {
+pub(crate) enum Error {
     #[snafu(display("the server ended the session: {source}"))]
     Io { source: io::Error },
 
@@ -77,13 +81,19 @@ impl Session {
     /// dead. Does not wait.
     pub(crate) fn catch_up(&mut self) -> Result<(), Error> {
         let mut ended = false;
+        let mut chunk = [0; 1024];
         loop {
-            match self.stream.try_read_buf(&mut self.buffer) {
-                Ok(0) => ended = true,
-                Ok(_) if self.buffer.len() <= MAX_FRAME => continue,
-                Ok(length) => return TooLongSnafu { length }.fail(),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(source) => return Err(Error::Io { source }),
+            // Asked of the kernel: the runtime may not have heard of the server's end yet.
+            match recv(&self.stream, &mut chunk, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => ended = true,
+                Ok((read, _)) => {
+                    self.buffer.extend_from_slice(&chunk[..read]);
+                    let length = self.buffer.len();
+                    ensure!(length <= MAX_FRAME, TooLongSnafu { length });
+                    continue;
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error)).context(IoSnafu),
             }
             break;
         }
