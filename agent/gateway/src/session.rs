@@ -210,3 +210,69 @@ pub(crate) async fn next_frame(
         ensure!(read > 0, ClosedSnafu);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A session and the server's end of it.
+    fn session() -> (Session, UnixStream) {
+        let (stream, server) = UnixStream::pair().unwrap();
+        let session = Session {
+            stream,
+            buffer: BytesMut::new(),
+            profile: Vec::new(),
+            parameters: [("TimeZone".to_owned(), "UTC".to_owned())].into(),
+            cancel_key: CancelKey {
+                process_id: 7,
+                secret: 8,
+            },
+            notices: Vec::new(),
+            at_hand_over: None,
+        };
+        (session, server)
+    }
+
+    const ZONE: &[u8] = b"S\0\0\0\x18TimeZone\0Asia/Tokyo\0";
+    const NOTICE: &[u8] = b"N\0\0\0\x05\0";
+    const ERROR: &[u8] = b"E\0\0\0\x05\0";
+
+    #[tokio::test]
+    async fn what_came_while_nobody_listened_is_merged() {
+        let (mut session, mut server) = session();
+        session.catch_up().unwrap();
+        let half = &NOTICE[..3];
+        server
+            .write_all(&[ZONE, NOTICE, NOTICE, half].concat())
+            .await
+            .unwrap();
+        session.catch_up().unwrap();
+        assert_eq!(session.parameters["TimeZone"], "Asia/Tokyo");
+        assert_eq!(session.notices, [NOTICE, NOTICE]);
+        assert_eq!(session.buffer, half);
+    }
+
+    #[tokio::test]
+    async fn a_session_that_ended_is_dead() {
+        let (mut session, server) = session();
+        drop(server);
+        assert!(matches!(session.catch_up(), Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn a_session_that_was_told_why_it_ends_is_dead() {
+        let (mut session, mut server) = session();
+        server.write_all(ERROR).await.unwrap();
+        assert!(matches!(session.catch_up(), Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn notices_are_bounded() {
+        let (mut session, mut server) = session();
+        server.write_all(&NOTICE.repeat(100)).await.unwrap();
+        session.catch_up().unwrap();
+        assert_eq!(session.notices.len(), MAX_NOTICES);
+        server.write_all(b"N\x7f\xff\xff\xff").await.unwrap();
+        assert!(matches!(session.catch_up(), Err(Error::TooLong { .. })));
+    }
+}

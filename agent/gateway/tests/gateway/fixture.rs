@@ -18,7 +18,7 @@ use branchpool_gateway::{
 use bytes::BytesMut;
 use postgres_protocol::message::{backend::Message, frontend};
 use prometheus_client::{encoding::text::encode, registry::Registry};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use tokio::{
@@ -237,8 +237,8 @@ impl Postgres {
             .args(["-STOP", &pid.to_string()])
             .status();
         let children = fs::read_to_string(children).unwrap();
-        signal(&pid.to_string());
         children.split_whitespace().for_each(signal);
+        signal(&pid.to_string());
         self.child.wait().unwrap();
     }
 
@@ -320,6 +320,9 @@ impl Certificates {
     pub(crate) fn new() -> Self {
         let authority_key = KeyPair::generate().unwrap();
         let mut authority = CertificateParams::new(Vec::new()).unwrap();
+        authority
+            .distinguished_name
+            .push(DnType::CommonName, "Authority of a test");
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let authority_certificate = authority.self_signed(&authority_key).unwrap();
         let issuer = Issuer::new(authority, authority_key);

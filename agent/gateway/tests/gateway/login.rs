@@ -246,7 +246,8 @@ async fn waiting_for_a_suspended_branch_is_bounded() {
 #[tokio::test]
 async fn an_endpoint_that_moves_leads_to_the_new_branch() {
     let (old, new) = (Postgres::start().await, Postgres::start().await);
-    new.sql("CREATE TABLE new AS SELECT 1").await;
+    new.sql("CREATE TABLE new AS SELECT 1; GRANT SELECT ON new TO app")
+        .await;
     let gateway = Gateway::start().await;
     let branch = gateway.lease(&old);
     gateway.psql("", "SELECT * FROM new").await.unwrap_err();

@@ -47,14 +47,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Raw<S> {
     /// The next message; `None` at the end.
     pub(crate) async fn reply(&mut self) -> Option<Reply> {
         loop {
-            if self.buffer.len() >= 5 {
-                let length = (&self.buffer[1..5]).get_u32() as usize;
-                if self.buffer.len() > length {
-                    let mut message = self.buffer.split_to(length + 1).freeze();
-                    let tag = message.get_u8();
-                    message.advance(4);
-                    return Some((tag, message));
-                }
+            if let Some(reply) = self.take() {
+                return Some(reply);
             }
             if self.stream.read_buf(&mut self.buffer).await.unwrap_or(0) == 0 {
                 assert!(self.buffer.is_empty(), "half a message: {:?}", self.buffer);
@@ -79,6 +73,30 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Raw<S> {
     /// Everything up to the end.
     pub(crate) async fn rest(&mut self) -> Vec<Reply> {
         self.until(0).await
+    }
+
+    /// Everything up to the end, which may be in the middle of a message.
+    pub(crate) async fn all(&mut self) -> (Vec<Reply>, bool) {
+        let mut bytes = Vec::new();
+        let _ = self.stream.read_to_end(&mut bytes).await;
+        self.buffer.extend_from_slice(&bytes);
+        let mut replies = Vec::new();
+        while let Some(reply) = self.take() {
+            replies.push(reply);
+        }
+        (replies, !self.buffer.is_empty())
+    }
+
+    /// The next message, if it is there.
+    fn take(&mut self) -> Option<Reply> {
+        let length = self.buffer.get(1..5)?.get_u32() as usize;
+        if self.buffer.len() <= length {
+            return None;
+        }
+        let mut message = self.buffer.split_to(length + 1).freeze();
+        let tag = message.get_u8();
+        message.advance(4);
+        Some((tag, message))
     }
 
     /// Proves the password, without channel binding, up to the answer to the proof.
