@@ -15,7 +15,7 @@ static VERIFIER: LazyLock<Verifier> = LazyLock::new(|| Verifier::derive("secret"
 
 /// A start-up packet, a first and a second SASL message, each behind its length; what is missing
 /// is empty. Panics when something holds that must not.
-pub fn login(stream: &[u8]) {
+pub(crate) fn login(stream: &[u8]) {
     let mut stream = Bytes::copy_from_slice(stream);
     let packet = sized(&mut stream);
     if let Ok(Packet::Startup(startup)) = Packet::parse(packet) {
