@@ -12,14 +12,14 @@ use postgres_protocol::message::{
 use tokio::{io::AsyncWriteExt, net::UnixStream, time::timeout};
 
 use crate::{
-    branch::{Branch, Link, Unavailable},
+    branch::{Branch, Link, State, Unavailable},
     cancel::Registered,
-    login::{self, Shared, Stop, initial_response, not_a_proof},
+    login::{self, Shared, Stop, not_a_proof},
     messages::{
         Fatal, authentication, put_backend_key, put_parameter_status, put_ready_for_query,
         put_sasl, put_startup,
     },
-    metrics::Phase,
+    metrics::{Counted, Phase},
     scram,
     session::{self, CancelKey, Frame, Session, next_frame},
     startup::Startup,
@@ -41,15 +41,19 @@ pub(crate) struct Backend {
 }
 
 /// Waits for a suspended branch.
-pub(crate) async fn wake(shared: &Shared, branch: &Branch) -> Result<(), Stop> {
-    if branch.state() == crate::State::Serving {
-        return Ok(());
-    }
-    let _counted = shared.metrics.connection(Phase::Waking);
-    let asleep = branch.state() == crate::State::Suspended;
+pub(crate) async fn wake(
+    shared: &Shared,
+    branch: &Branch,
+    counted: &mut Counted,
+) -> Result<(), Stop> {
+    let suspended = branch.state() == State::Suspended;
     let started = Instant::now();
+    if suspended {
+        counted.enter(Phase::Waking);
+    }
     let result = branch.serving(shared.limits.wake_time).await;
-    if asleep {
+    if suspended {
+        counted.enter(Phase::Startup);
         let waited = started.elapsed().as_secs_f64();
         shared.metrics.wake.observe(waited);
     }
@@ -131,7 +135,8 @@ async fn hand_over(
     if !statements.is_empty() {
         let mut query = BytesMut::new();
         frontend::query(&statements.join("; "), &mut query)?;
-        session.stream.write_all(&query).await?;
+        let sent = session.stream.write_all(&query).await;
+        sent.map_err(|source| session::Error::Io { source })?;
     }
     if let Some(name) = application_name {
         let key = "application_name".to_owned();
@@ -169,9 +174,7 @@ impl Backend {
     async fn take_answer(&mut self) -> Result<BytesMut, Stop> {
         let mut told = BytesMut::new();
         loop {
-            let frame = next_frame(&mut self.stream, &mut self.buffer)
-                .await
-                .map_err(broken)?;
+            let frame = next_frame(&mut self.stream, &mut self.buffer).await?;
             match frame.tag {
                 _ if frame.is_ready_for_query() => return Ok(told),
                 ERROR_RESPONSE_TAG => {
@@ -205,7 +208,7 @@ async fn open<'a>(
     startup: &Startup,
     role: &str,
 ) -> Result<Opened<'a>, Stop> {
-    let (mut stream, link, permit) = branch.connect().await.map_err(|error| {
+    let (stream, link, permit) = branch.connect().await.map_err(|error| {
         tracing::debug!(%error, "no session for a client");
         not_available("the branch's server does not take connections")
     })?;
@@ -216,13 +219,14 @@ async fn open<'a>(
     };
     let mut packet = BytesMut::with_capacity(256);
     put_startup(&mut packet, role, database, &startup.parameters);
-    stream.write_all(&packet).await?;
-    Ok(Opened {
+    let mut opened = Opened {
         stream,
         buffer: BytesMut::with_capacity(2048),
         link,
         permit: Some(permit),
-    })
+    };
+    opened.send(&packet).await?;
+    Ok(opened)
 }
 
 impl Opened<'_> {
@@ -233,17 +237,22 @@ impl Opened<'_> {
         Ok(frame)
     }
 
+    async fn send(&mut self, bytes: &[u8]) -> Result<(), Stop> {
+        let sent = self.stream.write_all(bytes).await;
+        Ok(sent.map_err(|source| session::Error::Io { source })?)
+    }
+
     async fn next_frame(&mut self) -> Result<Frame, Stop> {
-        next_frame(&mut self.stream, &mut self.buffer)
-            .await
-            .map_err(broken)
+        Ok(next_frame(&mut self.stream, &mut self.buffer).await?)
     }
 }
 
-fn broken(error: session::Error) -> Stop {
-    tracing::debug!(%error, "a session did not open");
-    let message = "the branch's server ended the session while it was opened";
-    Fatal::new("57P02", message).hint("Connect again.").into()
+impl From<session::Error> for Stop {
+    fn from(error: session::Error) -> Self {
+        tracing::debug!(%error, "a session did not open");
+        let message = "the branch's server ended the session while it was opened";
+        Fatal::new("57P02", message).hint("Connect again.").into()
+    }
 }
 
 /// Passes the server's greeting on, beginning with `frame`, with a cancel key of the gateway's.
@@ -261,7 +270,7 @@ async fn greet(
             AUTHENTICATION_TAG => {}
             BACKEND_KEY_DATA_TAG => {
                 let Ok(Message::BackendKeyData(body)) = frame.parse() else {
-                    return Err(broken(session::Error::Closed));
+                    return Err(session::Error::Closed.into());
                 };
                 let key = CancelKey {
                     process_id: body.process_id(),
@@ -296,32 +305,52 @@ async fn greet(
 }
 
 /// Opens a session for a role that the branch's server has to check, and relays the exchange.
-/// `authenticated` is called when the server is satisfied.
-pub(crate) async fn relay_login(
+pub(crate) async fn relay_proof<'a>(
     shared: &Shared,
     wire: &mut Wire,
     startup: &Startup,
-    (branch, role): (&Arc<Branch>, &str),
-    authenticated: impl FnOnce(),
-) -> Result<Backend, Stop> {
-    let limits = &shared.limits;
-    let mut opened = open(branch, startup, role).await?;
-    let first = timeout(limits.backend_time, opened.first_frame());
-    let frame = first.await.map_err(|_| slow_server())??;
+    (branch, role): (&'a Arc<Branch>, &str),
+) -> Result<Proved<'a>, Stop> {
+    let answered = async {
+        let mut opened = open(branch, startup, role).await?;
+        let frame = opened.first_frame().await?;
+        Ok::<_, Stop>((opened, frame))
+    };
+    let (mut opened, frame) = timeout(shared.limits.backend_time, answered)
+        .await
+        .map_err(|_| slow_server())??;
     let exchange = exchange(shared, wire, startup, branch, &mut opened, frame);
-    timeout(limits.startup_time, exchange)
+    timeout(shared.limits.startup_time, exchange)
         .await
         .map_err(|_| Stop::Told)??;
-    authenticated();
-    // Only now: a stranger shall not cost the branch its warm session.
-    branch.close_session().await;
-    shared.metrics.fresh_backends.inc();
-    let rest = async {
-        let frame = opened.next_frame().await?;
-        greet(shared, wire, startup, branch, opened, frame).await
-    };
-    let rest = timeout(limits.backend_time, rest);
-    rest.await.map_err(|_| slow_server())?
+    Ok(Proved { branch, opened })
+}
+
+/// A session whose server is satisfied with the client's proof.
+pub(crate) struct Proved<'a> {
+    branch: &'a Arc<Branch>,
+    opened: Opened<'a>,
+}
+
+impl Proved<'_> {
+    /// Tells the client everything up to and with `ReadyForQuery`.
+    pub(crate) async fn finish(
+        mut self,
+        shared: &Shared,
+        wire: &mut Wire,
+        startup: &Startup,
+    ) -> Result<Backend, Stop> {
+        // Not earlier: a stranger shall not cost the branch its warm session.
+        self.branch.close_session().await;
+        shared.metrics.fresh_backends.inc();
+        let rest = async {
+            let frame = self.opened.next_frame().await?;
+            greet(shared, wire, startup, self.branch, self.opened, frame).await
+        };
+        timeout(shared.limits.backend_time, rest)
+            .await
+            .map_err(|_| slow_server())?
+    }
 }
 
 pub(crate) fn slow_server() -> Fatal {
@@ -350,14 +379,14 @@ async fn exchange(
                 put_sasl(&mut wire.output, scram::mechanisms(None));
                 wire.flush().await?;
                 let message = wire.proof().await?.ok_or_else(not_a_proof)?;
-                initial_response(&message).ok_or_else(not_a_proof)?;
-                opened.stream.write_all(&message).await?;
+                scram::initial_response(&message[5..]).ok_or_else(not_a_proof)?;
+                opened.send(&message).await?;
             }
             (AUTHENTICATION_TAG, Ok(authentication::SASL_CONTINUE)) => {
                 wire.output.extend_from_slice(&frame.bytes);
                 wire.flush().await?;
                 let message = wire.proof().await?.ok_or_else(not_a_proof)?;
-                opened.stream.write_all(&message).await?;
+                opened.send(&message).await?;
             }
             (AUTHENTICATION_TAG, Ok(authentication::SASL_FINAL)) => {
                 proven = true;
@@ -383,7 +412,7 @@ async fn exchange(
                 login::authenticate(shared, wire, startup, &route).await?;
                 return Err(Fatal::denied(&startup.user).into());
             }
-            _ => return Err(broken(session::Error::Closed)),
+            _ => return Err(session::Error::Closed.into()),
         }
         frame = opened.next_frame().await?;
     }

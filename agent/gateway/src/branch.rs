@@ -27,7 +27,7 @@ const MAX_SOCKET_PATH: usize = 107;
 const OPENING: usize = 32;
 
 #[derive(Debug, Snafu)]
-pub enum ConnectError {
+pub(crate) enum ConnectError {
     #[snafu(display("the branch has ended"))]
     NoLonger,
 

@@ -7,11 +7,11 @@ use tokio::{io::AsyncWriteExt, net::TcpStream, sync::watch, time::timeout};
 
 use crate::{
     attach::{self, Backend},
-    branch::{Branch, State},
+    branch::{Branch, Client, State},
     limits::{Stranger, Strangers},
     login::{self, Opening, Route, Shared, Stop},
     messages::Fatal,
-    metrics::Phase,
+    metrics::{Counted, Phase},
     relay::{End, Relay},
     startup::Startup,
     stream::{ClientStream, Wire},
@@ -25,14 +25,15 @@ pub(crate) async fn serve(
     address: IpAddr,
     mut stopping: watch::Receiver<bool>,
 ) {
+    let mut counted = shared.metrics.connection();
     // In a box, so that a connection does not keep what only its login needs.
-    let login = Box::pin(log_in(&shared, &strangers, socket, address));
+    let login = Box::pin(log_in(&shared, &strangers, socket, address, &mut counted));
     let relay = tokio::select! {
         relay = login => relay,
         _ = stopping.wait_for(|stopping| *stopping) => None,
     };
     if let Some(relay) = relay {
-        let _counted = shared.metrics.connection(Phase::Open);
+        counted.enter(Phase::Open);
         run(&shared, relay, stopping).await;
     }
 }
@@ -42,8 +43,8 @@ async fn log_in(
     strangers: &Strangers,
     socket: TcpStream,
     address: IpAddr,
+    counted: &mut Counted,
 ) -> Option<(Relay, Arc<Branch>)> {
-    let counted = shared.metrics.connection(Phase::Startup);
     let mut stranger = strangers.admit(address);
     let identify = timeout(shared.limits.startup_time, identify(shared, socket));
     let identified = tokio::select! {
@@ -55,17 +56,12 @@ async fn log_in(
         Route::Pool(branch) | Route::Other(branch, _) => Arc::clone(branch),
         Route::Unknown { .. } => return None,
     };
-    let result = match &route {
-        Route::Other(_, role) => {
-            let target = (&branch, role.as_str());
-            let result = relayed(shared, &mut wire, &startup, target, stranger).await;
-            drop(counted);
-            result
-        }
-        _ => {
-            drop((counted, stranger));
-            checked(shared, &mut wire, &startup, &branch).await
-        }
+    let result = if let Route::Other(_, role) = &route {
+        let target = (&branch, role.as_str());
+        relayed(shared, &mut wire, &startup, target, (stranger, counted)).await
+    } else {
+        drop(stranger);
+        checked(shared, &mut wire, &startup, &branch, counted).await
     };
     match result {
         Ok((backend, client)) => {
@@ -111,7 +107,7 @@ async fn identify(shared: &Shared, socket: TcpStream) -> Option<(Wire, Startup, 
     }
 }
 
-type Attached = (Backend, crate::branch::Client);
+type Attached = (Backend, Client);
 
 /// A session for a client of the pool's role, whose password was right.
 async fn checked(
@@ -119,10 +115,11 @@ async fn checked(
     wire: &mut Wire,
     startup: &Startup,
     branch: &Arc<Branch>,
+    counted: &mut Counted,
 ) -> Result<Attached, Stop> {
     let client = branch.client();
     let attach = async {
-        attach::wake(shared, branch).await?;
+        attach::wake(shared, branch, counted).await?;
         let attach = attach::attach(shared, wire, startup, branch);
         timeout(shared.limits.backend_time, attach)
             .await
@@ -145,35 +142,24 @@ async fn relayed(
     wire: &mut Wire,
     startup: &Startup,
     target: (&Arc<Branch>, &str),
-    mut stranger: Stranger,
+    (mut stranger, counted): (Stranger, &mut Counted),
 ) -> Result<Attached, Stop> {
     let branch = target.0;
-    let (proved, mut proof) = tokio::sync::oneshot::channel();
-    let attach = async {
-        attach::wake(shared, branch).await?;
-        attach::relay_login(shared, wire, startup, target, || {
-            let _ = proved.send(branch.client());
-        })
-        .await
+    let proof = async {
+        attach::wake(shared, branch, counted).await?;
+        attach::relay_proof(shared, wire, startup, target).await
     };
-    tokio::pin!(attach);
-    let mut client = None;
-    let backend = tokio::select! {
-        backend = &mut attach => backend?,
+    let proved = tokio::select! {
+        proved = proof => proved?,
         () = branch.ended() => return Err(Fatal::denied(&startup.user).into()),
         () = stranger.evicted() => return Err(Stop::Told),
-        proven = &mut proof => {
-            drop(stranger);
-            client = proven.ok();
-            tokio::select! {
-                backend = attach => backend?,
-                () = branch.ended() => return Err(Fatal::terminated().into()),
-            }
-        }
     };
-    let client = client
-        .or_else(|| proof.try_recv().ok())
-        .unwrap_or_else(|| branch.client());
+    drop(stranger);
+    let client = branch.client();
+    let backend = tokio::select! {
+        backend = proved.finish(shared, wire, startup) => backend?,
+        () = branch.ended() => return Err(Fatal::terminated().into()),
+    };
     Ok((backend, client))
 }
 

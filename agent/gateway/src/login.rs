@@ -1,8 +1,8 @@
 //! From an accepted socket to a client that has proved its password.
 
-use std::{io, str, sync::Arc};
+use std::{io, sync::Arc};
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use snafu::Snafu;
 use tokio::{net::TcpStream, sync::watch};
 use tokio_rustls::TlsAcceptor;
@@ -220,7 +220,7 @@ pub(crate) async fn authenticate(
     wire.flush().await?;
 
     let message = wire.proof().await?.ok_or_else(not_a_proof)?;
-    let (mechanism, first) = initial_response(&message).ok_or_else(not_a_proof)?;
+    let (mechanism, first) = scram::initial_response(&message[5..]).ok_or_else(not_a_proof)?;
     let nonce = scram::nonce();
     let refused = |error| refuse(shared, user, &error);
     let challenge = Challenge::new(mechanism, first, verifier, binding, &nonce).map_err(refused)?;
@@ -255,14 +255,4 @@ fn refuse(shared: &Shared, user: &str, error: &scram::Error) -> Fatal {
             Fatal::new("28000", error.to_string())
         }
     }
-}
-
-/// Mechanism and data of a whole `SASLInitialResponse`.
-pub(crate) fn initial_response(message: &[u8]) -> Option<(&str, &[u8])> {
-    let body = message.get(5..)?;
-    let end = body.iter().position(|byte| *byte == 0)?;
-    let mechanism = str::from_utf8(&body[..end]).ok()?;
-    let mut rest = &body[end + 1..];
-    let length = usize::try_from(rest.try_get_i32().ok()?).ok()?;
-    (length == rest.len()).then_some((mechanism, rest))
 }

@@ -88,15 +88,22 @@ impl Metrics {
         );
     }
 
-    pub(crate) fn connection(&self, state: Phase) -> Counted {
-        let name = match state {
+    pub(crate) fn connection(&self) -> Counted {
+        let gauge = self.in_phase(Phase::Startup);
+        gauge.inc();
+        Counted {
+            metrics: self.clone(),
+            gauge,
+        }
+    }
+
+    fn in_phase(&self, phase: Phase) -> Gauge {
+        let state = match phase {
             Phase::Startup => "startup",
             Phase::Waking => "waking",
             Phase::Open => "open",
         };
-        let gauge = self.connections.get_or_create_owned(&State { state: name });
-        gauge.inc();
-        Counted { gauge }
+        self.connections.get_or_create_owned(&State { state })
     }
 }
 
@@ -107,10 +114,19 @@ pub(crate) enum Phase {
     Open,
 }
 
-/// Counts one connection in a state until it is dropped.
+/// Counts one connection until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Counted {
+    metrics: Metrics,
     gauge: Gauge,
+}
+
+impl Counted {
+    pub(crate) fn enter(&mut self, phase: Phase) {
+        self.gauge.dec();
+        self.gauge = self.metrics.in_phase(phase);
+        self.gauge.inc();
+    }
 }
 
 impl Drop for Counted {

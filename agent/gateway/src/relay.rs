@@ -203,17 +203,15 @@ impl Relay {
             }
         }
         loop {
-            return match ready!(self.poll_to_client(cx)) {
-                Ok(()) => Poll::Ready(End::Server),
-                Err(Fault::Write) => Poll::Ready(End::Client),
+            match ready!(self.poll_to_client(cx)) {
+                Err(Fault::Write) => return Poll::Ready(End::Client),
                 Err(Fault::Read(error))
                     if error.kind() == io::ErrorKind::ConnectionReset && !self.reset =>
                 {
                     self.reset = true;
-                    continue;
                 }
-                Err(Fault::Read(_)) => Poll::Ready(End::Server),
-            };
+                Ok(()) | Err(Fault::Read(_)) => return Poll::Ready(End::Server),
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! The server's side of SCRAM-SHA-256 and SCRAM-SHA-256-PLUS (RFC 5802, 7677), without IO.
 
+use bytes::Buf;
 use data_encoding::BASE64;
 use hmac::{Hmac, KeyInit, Mac};
 use rand::Rng;
@@ -87,6 +88,15 @@ impl Verifier {
             known: Choice::from(0),
         }
     }
+}
+
+/// Mechanism and data in the body of a `SASLInitialResponse`; `None` when it is malformed.
+pub fn initial_response(body: &[u8]) -> Option<(&str, &[u8])> {
+    let end = body.iter().position(|byte| *byte == 0)?;
+    let mechanism = str::from_utf8(&body[..end]).ok()?;
+    let mut rest = &body[end + 1..];
+    let length = usize::try_from(rest.try_get_i32().ok()?).ok()?;
+    (length == rest.len()).then_some((mechanism, rest))
 }
 
 /// What the transport offers to bind to: the `tls-server-end-point` hash of the certificate.
@@ -399,6 +409,24 @@ mod tests {
         }
         let result = Challenge::new(PLAIN, b"n,,n=\xff,r=abc", verifier(), None, "s");
         assert!(malformed(result));
+    }
+
+    #[test]
+    fn initial_responses() {
+        let read = |body: &'static [u8]| initial_response(body);
+        assert_eq!(read(b"A\0\0\0\0\x02xy"), Some(("A", &b"xy"[..])));
+        for broken in [
+            &b""[..],
+            b"A",
+            b"A\0",
+            b"A\0\0\0",
+            b"A\0\xff\xff\xff\xff",
+            b"A\0\0\0\0\x03xy",
+            b"A\0\0\0\0\x01xy",
+            b"\xff\0\0\0\0\0",
+        ] {
+            assert_eq!(initial_response(broken), None, "{broken:?}");
+        }
     }
 
     #[test]

@@ -10,6 +10,10 @@ use postgres_protocol::message::{
     },
     frontend,
 };
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, recv},
+};
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -24,7 +28,7 @@ const MAX_NOTICES: usize = 16;
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Snafu)]
-pub enum Error {
+pub(crate) enum Error {
     #[snafu(display("the server ended the session: {source}"))]
     Io { source: io::Error },
 
@@ -77,13 +81,19 @@ impl Session {
     /// dead. Does not wait.
     pub(crate) fn catch_up(&mut self) -> Result<(), Error> {
         let mut ended = false;
+        let mut chunk = [0; 1024];
         loop {
-            match self.stream.try_read_buf(&mut self.buffer) {
-                Ok(0) => ended = true,
-                Ok(_) if self.buffer.len() <= MAX_FRAME => continue,
-                Ok(length) => return TooLongSnafu { length }.fail(),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(source) => return Err(Error::Io { source }),
+            // Asked of the kernel: the runtime may not have heard of the server's end yet.
+            match recv(&self.stream, &mut chunk, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => ended = true,
+                Ok((read, _)) => {
+                    self.buffer.extend_from_slice(&chunk[..read]);
+                    let length = self.buffer.len();
+                    ensure!(length <= MAX_FRAME, TooLongSnafu { length });
+                    continue;
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error)).context(IoSnafu),
             }
             break;
         }
@@ -198,5 +208,71 @@ pub(crate) async fn next_frame(
         }
         let read = stream.read_buf(buffer).await.context(IoSnafu)?;
         ensure!(read > 0, ClosedSnafu);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A session and the server's end of it.
+    fn session() -> (Session, UnixStream) {
+        let (stream, server) = UnixStream::pair().unwrap();
+        let session = Session {
+            stream,
+            buffer: BytesMut::new(),
+            profile: Vec::new(),
+            parameters: [("TimeZone".to_owned(), "UTC".to_owned())].into(),
+            cancel_key: CancelKey {
+                process_id: 7,
+                secret: 8,
+            },
+            notices: Vec::new(),
+            at_hand_over: None,
+        };
+        (session, server)
+    }
+
+    const ZONE: &[u8] = b"S\0\0\0\x18TimeZone\0Asia/Tokyo\0";
+    const NOTICE: &[u8] = b"N\0\0\0\x05\0";
+    const ERROR: &[u8] = b"E\0\0\0\x05\0";
+
+    #[tokio::test]
+    async fn what_came_while_nobody_listened_is_merged() {
+        let (mut session, mut server) = session();
+        session.catch_up().unwrap();
+        let half = &NOTICE[..3];
+        server
+            .write_all(&[ZONE, NOTICE, NOTICE, half].concat())
+            .await
+            .unwrap();
+        session.catch_up().unwrap();
+        assert_eq!(session.parameters["TimeZone"], "Asia/Tokyo");
+        assert_eq!(session.notices, [NOTICE, NOTICE]);
+        assert_eq!(session.buffer, half);
+    }
+
+    #[tokio::test]
+    async fn a_session_that_ended_is_dead() {
+        let (mut session, server) = session();
+        drop(server);
+        assert!(matches!(session.catch_up(), Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn a_session_that_was_told_why_it_ends_is_dead() {
+        let (mut session, mut server) = session();
+        server.write_all(ERROR).await.unwrap();
+        assert!(matches!(session.catch_up(), Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn notices_are_bounded() {
+        let (mut session, mut server) = session();
+        server.write_all(&NOTICE.repeat(100)).await.unwrap();
+        session.catch_up().unwrap();
+        assert_eq!(session.notices.len(), MAX_NOTICES);
+        server.write_all(b"N\x7f\xff\xff\xff").await.unwrap();
+        assert!(matches!(session.catch_up(), Err(Error::TooLong { .. })));
     }
 }

@@ -169,7 +169,7 @@ mod tests {
 
     use super::*;
 
-    fn packet(code: u32, content: &[u8]) -> Result<Packet, Error> {
+    fn packet_of(code: u32, content: &[u8]) -> Result<Packet, Error> {
         let mut body = BytesMut::new();
         body.put_u32(code);
         body.put_slice(content);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     fn startup(content: &[u8]) -> Result<Startup, Error> {
-        packet(3 << 16, content).map(|packet| match packet {
+        packet_of(3 << 16, content).map(|packet| match packet {
             Packet::Startup(startup) => startup,
             other => panic!("{other:?}"),
         })
@@ -211,9 +211,8 @@ mod tests {
         assert!(packet.replication && packet.needs_negotiation());
         assert_eq!(packet.protocol_options, ["_pq_.x"]);
         for (minor, spoken, negotiated) in [(0, 0, false), (2, 2, false), (9999, 2, true)] {
-            let Ok(Packet::Startup(packet)) =
-                super::tests::packet((3 << 16) | minor, b"user\0u\0\0")
-            else {
+            let packet = packet_of((3 << 16) | minor, b"user\0u\0\0");
+            let Ok(Packet::Startup(packet)) = packet else {
                 panic!("3.{minor} is understood");
             };
             assert_eq!(packet.spoken_minor(), spoken);
@@ -239,20 +238,21 @@ mod tests {
         let error = startup(b"user\0\xff\0\0").unwrap_err();
         assert!(matches!(error, Error::NotUtf8 { .. }));
         let old = Error::Version { major: 2, minor: 0 };
-        assert_eq!(packet(2 << 16, b"").unwrap_err(), old);
+        assert_eq!(packet_of(2 << 16, b"").unwrap_err(), old);
     }
 
     #[test]
     fn requests() {
-        assert_eq!(packet(TLS, b"").unwrap(), Packet::Tls);
-        assert_eq!(packet(GSS, b"").unwrap(), Packet::Gss);
-        packet(TLS, b"x").unwrap_err();
-        let Packet::Cancel(cancel) = packet(CANCEL, b"\0\0\0\x07\x01\x02\x03\x04").unwrap() else {
+        assert_eq!(packet_of(TLS, b"").unwrap(), Packet::Tls);
+        assert_eq!(packet_of(GSS, b"").unwrap(), Packet::Gss);
+        packet_of(TLS, b"x").unwrap_err();
+        let Packet::Cancel(cancel) = packet_of(CANCEL, b"\0\0\0\x07\x01\x02\x03\x04").unwrap()
+        else {
             panic!("it is a cancel request");
         };
         assert_eq!(cancel.process_id, 7);
         assert_eq!(&cancel.secret[..], [1, 2, 3, 4]);
-        packet(CANCEL, b"\0\0\0\x07\x01\x02\x03").unwrap_err();
-        packet(CANCEL, &[0; 4 + 257]).unwrap_err();
+        packet_of(CANCEL, b"\0\0\0\x07\x01\x02\x03").unwrap_err();
+        packet_of(CANCEL, &[0; 4 + 257]).unwrap_err();
     }
 }
