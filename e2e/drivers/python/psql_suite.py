@@ -21,7 +21,8 @@ END = "end of the answer"
 def environment_of(config: dict, **variables: str) -> dict:
     given = {
         "PGHOST": config["host"], "PGPORT": str(config["port"]), "PGUSER": config["user"],
-        "PGDATABASE": config["database"], "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"],
+        "PGDATABASE": config["database"], "LC_ALL": "C.UTF-8",
+        "PATH": os.environ["PATH"], "HOME": os.environ["HOME"],
     }  # fmt: skip
     if config.get("password"):
         given["PGPASSWORD"] = config["password"]
@@ -125,6 +126,8 @@ class Suite:
         answer = self.first.answer("SELECT 1;")
         pattern = r'Asynchronous notification "(.*)" with payload "(.*)" received from server process with PID \d+\.'
         channel, payload = re.search(pattern, answer).groups()
+        # One that came later would stand between the answers of other checks.
+        self.first.answer("UNLISTEN *;")
         return {"channel": channel, "payload": payload}
 
     def cancel(self):

@@ -295,15 +295,12 @@ fn hex(data: &[u8]) -> String {
 
 /// A thousand rows in COPY's text format, with NULLs, escapes and more than ASCII.
 fn copy_text() -> Bytes {
-    let value = |i: u32| {
+    let row = |i: u32| {
         if i.is_multiple_of(10) {
-            r"\N".to_owned()
+            format!("{i}\t\\N\n")
         } else {
-            format!(r"line {i} ☃\twith\ttabs\nand a newline")
+            format!("{i}\tline {i} ☃\\twith\\ttabs\\nand a newline\n")
         }
     };
-    (1..=1000)
-        .map(|i| format!("{i}\t{}\n", value(i)))
-        .collect::<String>()
-        .into()
+    (1..=1000).map(row).collect::<String>().into()
 }

@@ -1,6 +1,9 @@
 //! What is wrong with the results of a driver.
 
-use std::{collections::BTreeMap, sync::LazyLock};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::LazyLock,
+};
 
 use serde_json::Value;
 
@@ -24,9 +27,9 @@ pub fn checks() -> impl Iterator<Item = &'static str> {
 /// A line for each result of `driver` that is missing, failed, not what is expected, or not the same
 /// `through` the server under test as it is `direct`.
 pub fn problems(driver: Driver, through: &Results, direct: &Results) -> Vec<String> {
-    let unknown = through
-        .keys()
-        .chain(direct.keys())
+    let given: BTreeSet<_> = through.keys().chain(direct.keys()).collect();
+    let unknown = given
+        .into_iter()
         .filter(|name| !checks().any(|known| known == name.as_str()))
         .map(|name| format!("{driver}, {name}: compare.rs does not know this check"));
     checks()

@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -42,6 +43,16 @@ impl Config {
         self.host
             .starts_with('/')
             .then(|| Path::new(&self.host).join(name))
+    }
+
+    /// The same, at another address.
+    #[must_use]
+    pub fn at(&self, address: SocketAddr) -> Self {
+        Self {
+            host: address.ip().to_string(),
+            port: address.port(),
+            ..self.clone()
+        }
     }
 
     /// The connection string of libpq's form with TLS, as a lease carries it. Every character of

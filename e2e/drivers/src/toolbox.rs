@@ -12,7 +12,7 @@ use serde_json::Value;
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
 
-use crate::{Config, Driver};
+use crate::{Config, Driver, compare, proxy::Proxy};
 
 /// The result of each check, by its name.
 pub type Results = BTreeMap<String, Value>;
@@ -30,6 +30,9 @@ pub enum Error {
 
     #[snafu(display("{program} failed:\n{message}"))]
     Failed { program: String, message: String },
+
+    #[snafu(display("cannot listen on a port of the loopback address: {source}"))]
+    Proxy { source: io::Error },
 
     #[snafu(display("{driver}'s program has not printed one JSON object: {source}: {output}"))]
     Output {
@@ -68,7 +71,7 @@ impl Toolbox {
     /// the program could not do its first connection, or has not ended in time.
     pub async fn run(&self, driver: Driver, config: &Config) -> Result<Results, Error> {
         let config = serde_json::to_vec(config).expect("a config should be JSON");
-        let command = self.command(driver);
+        let command = self.suite(driver);
         let output = finish(command, driver.name().as_ref(), &config, RUN_LIMIT).await?;
         serde_json::from_slice(&output.stdout).with_context(|_| OutputSnafu {
             driver,
@@ -76,7 +79,36 @@ impl Toolbox {
         })
     }
 
-    fn command(&self, driver: Driver) -> Command {
+    /// Runs the suite of `driver` through the server under test, then directly, and says what is
+    /// wrong with the results: see [`compare::problems`].
+    pub async fn compare(
+        &self,
+        driver: Driver,
+        through: &Config,
+        direct: &Config,
+    ) -> Result<Vec<String>, Error> {
+        let through = self.run(driver, through).await?;
+        let direct = match direct.socket() {
+            Some(socket) if !driver.knows_unix_sockets() => {
+                let proxy = Proxy::start(&socket).await.context(ProxySnafu)?;
+                self.run(driver, &direct.at(proxy.address())).await?
+            }
+            _ => self.run(driver, direct).await?,
+        };
+        Ok(compare::problems(driver, &through, &direct))
+    }
+
+    /// Runs the example that docs/connecting.md shows for `driver`, with `url` as `DATABASE_URL`, and
+    /// gives what it prints.
+    pub async fn run_example(&self, driver: Driver, url: &str) -> Result<String, Error> {
+        let mut command = self.example(driver);
+        command.env("DATABASE_URL", url);
+        let name = format!("the example of {driver}");
+        let output = finish(command, name.as_ref(), &[], RUN_LIMIT).await?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    fn suite(&self, driver: Driver) -> Command {
         match driver {
             Driver::Asyncpg => self.python("asyncpg_suite.py"),
             Driver::NodePostgres => self.node("suite.js"),
@@ -86,6 +118,41 @@ impl Toolbox {
             Driver::Psycopg => self.python("psycopg_suite.py"),
             Driver::Sqlalchemy => self.python("sqlalchemy_suite.py"),
             Driver::TokioPostgres => command(&self.tokio_postgres),
+        }
+    }
+
+    fn example(&self, driver: Driver) -> Command {
+        match driver {
+            Driver::Asyncpg => self.python("example_asyncpg.py"),
+            Driver::NodePostgres => self.node("example.js"),
+            Driver::Pgjdbc => self.java("Example"),
+            Driver::Pgx => command(self.made.join("go/example")),
+            Driver::Psql => self.shell("example.sh"),
+            Driver::Psycopg => self.python("example_psycopg.py"),
+            Driver::Sqlalchemy => self.python("example_sqlalchemy.py"),
+            Driver::TokioPostgres => {
+                command(self.tokio_postgres.with_file_name("tokio-postgres-example"))
+            }
+        }
+    }
+
+    fn shell(&self, script: &str) -> Command {
+        let mut command = command("sh");
+        command.arg(self.sources.join("shell").join(script));
+        command
+    }
+
+    /// The text of the example, as docs/connecting.md has it.
+    pub fn example_source(driver: Driver) -> &'static str {
+        match driver {
+            Driver::Asyncpg => include_str!("../python/example_asyncpg.py"),
+            Driver::NodePostgres => include_str!("../node/example.js"),
+            Driver::Pgjdbc => include_str!("../java/Example.java"),
+            Driver::Pgx => include_str!("../go/example/main.go"),
+            Driver::Psql => include_str!("../shell/example.sh"),
+            Driver::Psycopg => include_str!("../python/example_psycopg.py"),
+            Driver::Sqlalchemy => include_str!("../python/example_sqlalchemy.py"),
+            Driver::TokioPostgres => include_str!("../rust/example.rs"),
         }
     }
 
