@@ -223,9 +223,7 @@ class Suite:
         with self.open(PGAPPNAME=common.APPLICATION) as psql:
             return {
                 "show": psql.answer("SHOW application_name;"),
-                "activity": psql.answer(
-                    "SELECT application_name FROM pg_stat_activity WHERE pid = pg_backend_pid();"
-                ),
+                "activity": psql.answer("SELECT application_name FROM pg_stat_activity WHERE pid = pg_backend_pid();"),
             }
 
     def options(self):

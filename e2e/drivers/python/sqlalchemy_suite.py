@@ -38,9 +38,7 @@ class Suite:
         self.driver = self.first.connection.driver_connection
 
     def engine_of(self, **parameters):
-        return create_engine(
-            self.url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=parameters
-        )
+        return create_engine(self.url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=parameters)
 
     def value(self, query: str, connection=None, **parameters):
         return (connection or self.first).execute(text(query), parameters).scalar()
