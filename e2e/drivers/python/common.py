@@ -1,7 +1,6 @@
 """What the Python programs share: the configuration, the values of the checks, the output."""
 
 import hashlib
-import inspect
 import json
 import sys
 import traceback
@@ -74,7 +73,7 @@ def changed(before, after) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-async def report(config: dict, checks: list) -> None:
+def report(config: dict, checks: list, call=lambda check: check()) -> None:
     """Runs the checks in order and prints one JSON object: name -> result."""
     results = {}
     for check in checks:
@@ -82,8 +81,7 @@ async def report(config: dict, checks: list) -> None:
         if config.get("only") and name not in config["only"]:
             continue
         try:
-            result = check()
-            results[name] = await result if inspect.isawaitable(result) else result
+            results[name] = call(check)
         except Unsupported as reason:
             results[name] = {"unsupported": str(reason)}
         except Exception as error:

@@ -1,6 +1,5 @@
 """The common checks with psql, driven as a person would: by its standard input, with its commands."""
 
-import asyncio
 import json
 import os
 import pty
@@ -239,10 +238,10 @@ class Suite:
         return {"sum": total}
 
 
-async def main():
+def main():
     config = common.load()
     suite = Suite(config)
-    await common.report(config, [
+    common.report(config, [
         suite.connect, suite.parameters, suite.prepared, suite.binary, suite.copy, suite.notify,
         suite.cancel, suite.large_object, suite.large_row, suite.transaction, suite.encoding,
         suite.reset_all, suite.discard_all, suite.pool, suite.timezone, suite.latin1,
@@ -251,4 +250,4 @@ async def main():
     suite.first.process.communicate()
 
 
-asyncio.run(main())
+main()

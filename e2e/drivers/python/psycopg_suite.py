@@ -1,6 +1,5 @@
 """The common checks with psycopg 3 and psycopg_pool."""
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -230,10 +229,10 @@ class Suite:
         return {"sum": total}
 
 
-async def main():
+def main():
     config = common.load()
     suite = Suite(config)
-    await common.report(config, [
+    common.report(config, [
         suite.connect, suite.parameters, suite.prepared, suite.binary, suite.copy, suite.notify,
         suite.cancel, suite.large_object, suite.large_row, suite.transaction, suite.encoding,
         suite.reset_all, suite.discard_all, suite.pool, suite.timezone, suite.latin1,
@@ -241,4 +240,4 @@ async def main():
     ])  # fmt: skip
 
 
-asyncio.run(main())
+main()

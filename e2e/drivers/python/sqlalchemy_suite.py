@@ -1,6 +1,5 @@
 """The common checks with SQLAlchemy's engine on psycopg 3, its default driver."""
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -258,10 +257,10 @@ class Suite:
         return {"sum": total}
 
 
-async def main():
+def main():
     config = common.load()
     suite = Suite(config)
-    await common.report(config, [
+    common.report(config, [
         suite.connect, suite.parameters, suite.prepared, suite.binary, suite.copy, suite.notify,
         suite.cancel, suite.large_object, suite.large_row, suite.transaction, suite.encoding,
         suite.reset_all, suite.discard_all, suite.pool, suite.timezone, suite.latin1,
@@ -269,4 +268,4 @@ async def main():
     ])  # fmt: skip
 
 
-asyncio.run(main())
+main()
