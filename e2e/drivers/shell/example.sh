@@ -1,0 +1,1 @@
+psql "$DATABASE_URL" -Atc 'SELECT current_database()'
