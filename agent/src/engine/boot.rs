@@ -14,7 +14,7 @@ use snafu::{ResultExt, Snafu};
 
 use super::{
     committer,
-    steps::slot_user,
+    steps::{blocking, slot_user},
     suspend,
     world::{World, slot_group_name},
 };
@@ -50,8 +50,8 @@ pub enum Error {
     Cgroup {
         source: branchpool_sys::cgroup::Error,
     },
-    #[snafu(display("the passwords of leases could not be made ready: {message}"))]
-    Passwords { message: String },
+    #[snafu(display("the start was interrupted: {message}"))]
+    Interrupted { message: String },
 }
 
 /// The journal's contents as typed records.
@@ -99,8 +99,32 @@ pub(super) fn rebooted(contents: &Contents, boot_id: &str) -> bool {
     last.is_some_and(|last| last != boot_id)
 }
 
+/// What is there: on disk, and running. What runs and is nobody's is ended.
+pub(super) async fn observe(
+    world: &Arc<World>,
+    cgroups: &Base,
+    records: &Records,
+    rebooted: bool,
+    boot_id: String,
+) -> Result<(Observed, BTreeMap<BranchId, Running>), Error> {
+    let scan = {
+        let (branches, records) = (world.branches.clone(), records.clone());
+        blocking(move || scan(&branches, &records))
+            .await
+            .map_err(|message| Error::Interrupted { message })??
+    };
+    let running = if rebooted {
+        BTreeMap::new()
+    } else {
+        running(world, records)
+    };
+    clear_cgroups(world, cgroups, &running).await?;
+    let observed = observed(world, &scan, &running, records, rebooted, boot_id);
+    Ok((observed, running))
+}
+
 /// Reads the disk, and clears away what an interrupted build left. Blocks.
-pub(super) fn scan(branches: &Branches, records: &Records) -> Result<Scan, Error> {
+fn scan(branches: &Branches, records: &Records) -> Result<Scan, Error> {
     let layout = branches.layout();
     let mut scan = Scan::read(layout, branches.key())?;
     // Only what the journal says was begun here; anything else is somebody else's.
@@ -148,7 +172,7 @@ pub(super) struct Running {
 
 /// The servers that can be proven to be those of the journal's branches: in the cgroup of the
 /// branch's slot, and named by the pid file of its data directory.
-pub(super) fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Running> {
+fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Running> {
     let mut found = BTreeMap::new();
     for (id, record) in &records.branches {
         let Ok(group) = world.slot_group(record.slot) else {
@@ -192,7 +216,7 @@ pub(super) fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Ru
     found
 }
 
-pub(super) fn observed(
+fn observed(
     world: &World,
     scan: &Scan,
     running: &BTreeMap<BranchId, Running>,
@@ -327,7 +351,7 @@ pub(super) async fn prepare_addresses(world: &Arc<World>, node: &Node) -> Result
         });
     }
     while let Some(prepared) = preparing.join_next().await {
-        prepared.map_err(|error| Error::Passwords {
+        prepared.map_err(|error| Error::Interrupted {
             message: error.to_string(),
         })?;
     }

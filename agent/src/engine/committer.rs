@@ -219,7 +219,9 @@ async fn run(
                 .await,
         );
         for Sequel { links, reply } in work.sequels {
-            links.iter().for_each(|link| addresses.apply(link));
+            for link in &links {
+                addresses.apply(link);
+            }
             if let Some((reply, answer)) = reply {
                 let _caller_is_gone = reply.send(result.clone().map(|()| answer));
             }

@@ -273,7 +273,7 @@ fn plan_spec(
             idle_timeout: lease
                 .idle_timeout
                 .as_ref()
-                .map(|timeout| timeout.as_millis()),
+                .map(branchpool_crds::Duration::as_millis),
             open_connections_count: lease.open_connections == OpenConnections::InUse,
         },
         cleanup: plan::Cleanup {

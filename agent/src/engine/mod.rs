@@ -138,7 +138,6 @@ impl Engine {
             isolation: report.clone(),
             postgres_majors: config.majors(),
         });
-        let branches = Branches::new(config.layout.clone(), key.clone());
         let addresses = Arc::new(Addresses::new(
             config.layout.clone(),
             key.clone(),
@@ -147,7 +146,7 @@ impl Engine {
         let (hand_overs, handed_over) = hand_over::queue();
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
-            branches: branches.clone(),
+            branches: Branches::new(config.layout.clone(), key.clone()),
             supervisor: config.supervisor,
             watcher: readiness::Watcher::new().context(WatcherSnafu)?,
             committer: Committer::start(journal.clone(), config.layout, Arc::clone(&addresses)),
@@ -166,21 +165,9 @@ impl Engine {
             slots: config.limits.slots,
         }));
 
-        let scan = {
-            let (branches, records) = (branches.clone(), records.clone());
-            blocking(move || boot::scan(&branches, &records))
-                .await?
-                .context(BootSnafu)?
-        };
-        let running = if rebooted {
-            BTreeMap::new()
-        } else {
-            boot::running(&world, &records)
-        };
-        boot::clear_cgroups(&world, &cgroups, &running)
+        let (observed, running) = boot::observe(&world, &cgroups, &records, rebooted, boot_id)
             .await
             .context(BootSnafu)?;
-        let observed = boot::observed(&world, &scan, &running, &records, rebooted, boot_id);
         restore_images(&world, &records);
         restore_settings(&world, &abilities, &records);
         boot::take_over(&world, running).await;

@@ -169,10 +169,6 @@ pub(super) async fn restart(
     Ok(())
 }
 
-#[expect(
-    clippy::too_many_arguments,
-    reason = "a server needs all of these to start"
-)]
 async fn launch(
     world: &Arc<World>,
     runtime: &mut Runtime,

@@ -160,41 +160,20 @@ impl Node {
                 if observed.rebooted && !durable && !parked {
                     self.lose_branch(id, &record, "NodeRebooted", now, effects);
                     stopping
-                } else if seen.running {
-                    if *parked {
-                        let stage = Stage::Leased {
-                            lease: lease.clone(),
-                            parked: false,
-                            suspended: false,
-                        };
-                        effects.journal(Entry::Branch(
-                            id,
-                            BranchRecord {
-                                stage,
-                                ..record.clone()
-                            },
-                        ));
-                    }
-                    // The hand-over may have been cut short, and a second one changes nothing.
-                    effects.act(Action::HandOver { branch: id });
-                    State::Leased {
-                        lease: lease.clone(),
-                        server: Server::Running,
-                    }
-                } else if *suspended {
-                    State::Leased {
-                        lease: lease.clone(),
-                        server: Server::Suspended,
-                    }
                 } else {
-                    let server = Server::Down {
-                        failures: 0,
-                        retry_at: now.mono,
+                    let server = if seen.running {
+                        take_over(id, &record, effects);
+                        Server::Running
+                    } else if *suspended {
+                        Server::Suspended
+                    } else {
+                        Server::Down {
+                            failures: 0,
+                            retry_at: now.mono,
+                        }
                     };
-                    State::Leased {
-                        lease: lease.clone(),
-                        server,
-                    }
+                    let lease = lease.clone();
+                    State::Leased { lease, server }
                 }
             }
         };
@@ -358,6 +337,29 @@ impl Node {
             effects.journal(Entry::Lease(uid.clone(), Box::new(lease.record(now))));
         }
     }
+}
+
+/// A leased branch whose server runs.
+fn take_over(id: BranchId, record: &BranchRecord, effects: &mut Effects) {
+    if let Stage::Leased {
+        lease,
+        parked: true,
+        ..
+    } = &record.stage
+    {
+        let stage = Stage::Leased {
+            lease: lease.clone(),
+            parked: false,
+            suspended: false,
+        };
+        let record = BranchRecord {
+            stage,
+            ..record.clone()
+        };
+        effects.journal(Entry::Branch(id, record));
+    }
+    // The hand-over may have been cut short, and a second one changes nothing.
+    effects.act(Action::HandOver { branch: id });
 }
 
 /// Relative to the root of the branch filesystem.

@@ -99,7 +99,7 @@ impl Node {
             }
             Completion::Looked { branch, found } => self.looked(branch, found, now, effects),
             Completion::Suspended { branch, result } => {
-                self.suspended(branch, result, now, effects);
+                self.suspended(branch, &result, now, effects);
             }
             Completion::Stopped { branch, result } => self.stopped(branch, result, now, effects),
             Completion::Deleted { id, result } => self.deleted(id, result, now, effects),

@@ -102,7 +102,7 @@ impl Node {
     pub(super) fn suspended(
         &mut self,
         id: BranchId,
-        result: Result<Suspension, String>,
+        result: &Result<Suspension, String>,
         now: Now,
         effects: &mut Effects,
     ) {
@@ -127,7 +127,7 @@ impl Node {
                 retry_at: now.mono,
             },
         };
-        if let Err(message) = &result {
+        if let Err(message) = result {
             effects.warn(format!(
                 "the unused server of lease {lease} could not be suspended: {message}"
             ));

@@ -115,7 +115,7 @@ impl World {
                         *disk = OnDisk::default();
                     }
                     Ok(Suspension::Asleep)
-                } else if self.now.mono % 2 == 0 {
+                } else if self.now.mono.is_multiple_of(2) {
                     Ok(Suspension::Used)
                 } else {
                     Err("injected failure".into())

@@ -70,8 +70,9 @@ async fn every_driver_gets_the_same_through_the_gateway() {
     for driver in Driver::ALL {
         let uid = driver.to_string();
         let lease = node.lease_patiently("items", &uid).await;
-        let run = toolbox.compare(driver, &through(&node, &lease), &direct(&lease));
-        problems.extend(run.await.unwrap());
+        let (through, direct) = (through(&node, &lease), direct(&lease));
+        let compared = toolbox.compare(driver, &through, &direct).await;
+        problems.extend(compared.unwrap());
         let example = toolbox.run_example(driver, &lease.uri).await;
         assert_eq!(example.unwrap(), lease.database, "{driver}");
         node.client.release(&uid, None).await.unwrap();
