@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use snafu::{ResultExt, Snafu, ensure};
+use snafu::{OptionExt, ResultExt, Snafu};
 use tokio::{
     net::UnixStream,
     sync::{Semaphore, SemaphorePermit, watch},
@@ -226,11 +226,10 @@ impl Branch {
     }
 
     /// Takes the preconnected session, for whoever opens the branch's first session in another
-    /// way. Its stream does not count as a descriptor of the gateway any more.
-    pub fn take_session(&self) -> Option<Session> {
+    /// way. To be dropped before its link, and when the branch ends.
+    pub fn take_session(&self) -> Option<(Session, Link)> {
         self.note_session();
-        let taken = self.preconnected().take();
-        taken.map(|(session, _)| session)
+        self.preconnected().take()
     }
 
     /// Closes the preconnected session, and waits until its backend is gone. To be called before
@@ -298,14 +297,21 @@ impl Branch {
         let Ok(permit) = self.opening.acquire().await else {
             return NoLongerSnafu.fail();
         };
-        let link = self.link();
-        // After the link is counted: whoever ends the branch waits for it or is seen here.
-        ensure!(self.state() != State::Ended, NoLongerSnafu);
+        let link = self.hold().context(NoLongerSnafu)?;
         let socket_dir = &self.facts.socket_dir;
         let stream = connect(socket_dir)
             .await
             .context(SocketSnafu { socket_dir })?;
         Ok((stream, link, permit))
+    }
+
+    /// Counts a descriptor to the server that somebody else is about to open, so that
+    /// [`Branch::closed`] waits for it. `None` when the branch has ended. Whoever holds it has to
+    /// let go when the branch ends.
+    pub fn hold(&self) -> Option<Link> {
+        // Counted first: whoever ends the branch waits for it or is seen here.
+        let link = self.link();
+        (self.state() != State::Ended).then_some(link)
     }
 
     fn link(&self) -> Link {
@@ -315,7 +321,8 @@ impl Branch {
         }
     }
 
-    pub(crate) fn client(self: &Arc<Self>) -> Client {
+    /// Counts a client in [`Activity`] until it is dropped.
+    pub fn client(self: &Arc<Self>) -> Client {
         self.clients.fetch_add(1, Ordering::Relaxed);
         self.touch();
         Client {
@@ -332,7 +339,7 @@ impl Branch {
 
 /// Counts one descriptor to a branch's server; to be dropped after it.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub struct Link {
     links: watch::Sender<usize>,
 }
 
@@ -344,7 +351,7 @@ impl Drop for Link {
 
 /// Counts one client of a branch.
 #[derive(Debug)]
-pub(crate) struct Client {
+pub struct Client {
     pub(crate) branch: Arc<Branch>,
 }
 

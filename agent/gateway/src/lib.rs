@@ -16,6 +16,10 @@
 //! - A restart or a suspension: [`Branch::set_state`]; [`Branch::wake_requested`] tells that a
 //!   suspended branch is wanted.
 //!
+//! HTTP SQL, which does not pass through here, is a client as well: [`Branch::serving`], then
+//! [`Branch::client`], [`Branch::hold`] and [`Branch::close_session`] (or [`Branch::take_session`])
+//! before it opens a session.
+//!
 //! # What is written by hand, and why
 //!
 //! Messages from and to a branch's server are read and written by `postgres-protocol`. The side of
@@ -45,7 +49,7 @@ mod stream;
 pub mod takeover;
 mod tls;
 
-pub use branch::{Activity, Branch, Facts, SOCKET_NAME, State, Unavailable};
+pub use branch::{Activity, Branch, Client, Facts, Link, SOCKET_NAME, State, Unavailable};
 pub use directory::{Directory, ENDPOINT_LENGTH};
 pub use limits::Limits;
 pub use metrics::Metrics;

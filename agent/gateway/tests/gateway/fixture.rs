@@ -43,10 +43,18 @@ const BIN: &str = "/usr/lib/postgresql/15/bin";
 const SOCKET: &str = branchpool_gateway::SOCKET_NAME;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A data directory with the pool's role and database, made once for the program.
+/// A data directory with the pool's role and database, made once for the program. Kept among
+/// what is built, since nobody would remove it at the program's end.
 fn template() -> &'static Path {
-    static TEMPLATE: OnceLock<TempDir> = OnceLock::new();
-    TEMPLATE.get_or_init(make_template).path()
+    static TEMPLATE: OnceLock<PathBuf> = OnceLock::new();
+    TEMPLATE.get_or_init(|| {
+        let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gateway");
+        let _ = fs::remove_dir_all(&kept);
+        // Made where the servers' user may go.
+        let made = make_template();
+        succeed(Command::new("cp").arg("-a").args([made.path(), &kept]));
+        kept
+    })
 }
 
 fn make_template() -> TempDir {

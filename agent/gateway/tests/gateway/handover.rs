@@ -164,7 +164,7 @@ async fn http_sql_comes_first() {
     let gateway = Gateway::start().await;
     // It took the session.
     let (branch, warm) = gateway.warm_lease(&server, &[]).await;
-    let taken = branch.take_session().unwrap();
+    let (taken, _link) = branch.take_session().unwrap();
     assert_eq!(taken.cancel_key.process_id, warm);
     let (_raw, pid) = pid_of(&gateway, &[]).await;
     assert_ne!(pid, warm);
