@@ -161,19 +161,7 @@ fn raise_descriptor_limit() {
 
 async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> Result<(), Error> {
     let mut terminate = Terminations::new().context(RuntimeSnafu)?;
-    let found = {
-        let (root, bindirs, user) = (
-            root.to_owned(),
-            common.postgres_bindirs.clone(),
-            common.postgres_user.clone(),
-        );
-        tokio::task::spawn_blocking(move || preflight::check(&root, &bindirs, &user))
-            .await
-            .map_err(|_| Error::Ended { what: "preflight" })??
-    };
-    for warning in &found.warnings {
-        warn!("{warning}");
-    }
+    let found = look_around(root, &common).await?;
     let layout = Layout::new(root, &common.run_dir)?;
     layout.create()?;
     let open_api = common.listen.is_some() && common.token_file.is_none();
@@ -233,12 +221,8 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         Some(gateway) => {
             let tls = gateway.identities(&layout, &node).await?;
             let (directory, metrics) = engine.gateway();
-            Some(tokio::spawn(gateway.serve(
-                directory,
-                metrics,
-                tls,
-                until(stopped),
-            )))
+            let serving = gateway.serve(directory, metrics, tls, until(stopped));
+            Some(tokio::spawn(serving))
         }
         None => None,
     };
@@ -278,6 +262,21 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         let _ended = gateway.await;
     }
     outcome
+}
+
+async fn look_around(root: &Path, common: &Common) -> Result<preflight::Found, Error> {
+    let (root, bindirs, user) = (
+        root.to_owned(),
+        common.postgres_bindirs.clone(),
+        common.postgres_user.clone(),
+    );
+    let checked =
+        tokio::task::spawn_blocking(move || preflight::check(&root, &bindirs, &user)).await;
+    let found = checked.map_err(|_| Error::Ended { what: "preflight" })??;
+    for warning in &found.warnings {
+        warn!("{warning}");
+    }
+    Ok(found)
 }
 
 fn gateway_options(common: &Common) -> Option<gateway::Options> {

@@ -38,7 +38,7 @@ impl Default for Metrics {
     fn default() -> Self {
         let bytes = Family::<Direction, Counter>::default();
         let of = |direction| bytes.get_or_create_owned(&Direction { direction });
-        Self {
+        let made = Self {
             bytes_in: of("in"),
             bytes_out: of("out"),
             bytes,
@@ -48,7 +48,12 @@ impl Default for Metrics {
             authentication_failures: Counter::default(),
             // From 1 ms, doubling, 16 of them: up to 33 s.
             wake: Histogram::new(exponential_buckets(0.001, 2.0, 16)),
+        };
+        // All of them are told from the start.
+        for phase in [Phase::Startup, Phase::Waking, Phase::Open] {
+            made.in_phase(phase);
         }
+        made
     }
 }
 
