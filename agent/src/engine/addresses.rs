@@ -13,7 +13,7 @@ use std::{
 use branchpool_gateway::{
     Branch, Directory, Facts, State, Unavailable, Verifier, scram::ITERATIONS,
 };
-use tokio::sync::oneshot;
+use tokio::{sync::oneshot, time::timeout};
 
 use super::{
     files,
@@ -30,6 +30,9 @@ use crate::{
 
 /// Milliseconds by which a time may differ when it is taken from one clock to another twice.
 const CLOCKS_DIFFER: Millis = 5;
+
+/// Longest that the stop of a branch waits for the gateway to let go of it.
+const CLOSING: Duration = Duration::from_secs(5);
 
 /// Longest that somebody waits for a suspended server.
 const WAKE_TIME: Duration = Duration::from_secs(30);
@@ -315,9 +318,11 @@ impl Addresses {
             places.sessions.remove(id);
             places.branches.remove(id)
         };
-        if let Some(place) = place {
-            place.branch.end();
-            place.branch.closed().await;
+        let Some(place) = place else { return };
+        place.branch.end();
+        let closed = timeout(CLOSING, place.branch.closed()).await;
+        if closed.is_err() {
+            tracing::warn!(branch = %id, "a connection of the gateway is still open; the branch is stopped under it");
         }
     }
 

@@ -36,6 +36,8 @@ pub(super) struct Settings {
     /// Servers may open connections outward.
     pub(super) outbound: bool,
     pub(super) preconnect: plan::Preconnect,
+    /// Start-up parameters of the preconnected session; `None`: as the pool's clients send them.
+    pub(super) session_parameters: Option<Vec<(String, String)>>,
     /// The spec that all of this was made from.
     pub(super) spec: Value,
 }
@@ -151,6 +153,11 @@ fn settings(
         parameters,
         outbound: spec.network.outbound == Outbound::Allow,
         preconnect: preconnect(spec),
+        session_parameters: spec
+            .warming
+            .session_parameters
+            .clone()
+            .map(|parameters| parameters.into_iter().collect()),
         spec: desired.spec.clone(),
     };
     (settings, refused)
@@ -241,6 +248,7 @@ fn plan_spec(
             "parameters": postgres.parameters,
             "tuning": postgres.tuning,
             "resources": spec.resources,
+            "sessionParameters": spec.warming.session_parameters,
             "network": spec.network,
         })),
         target: spec.replicas,

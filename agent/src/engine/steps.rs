@@ -416,7 +416,10 @@ pub(super) async fn connect(
     let startup = Startup {
         user: image.role.clone(),
         database: image.database.clone(),
-        parameters: world.addresses.profile(pool),
+        parameters: world
+            .settings(pool)
+            .and_then(|settings| settings.session_parameters.clone())
+            .unwrap_or_else(|| world.addresses.profile(pool)),
     };
     let mut session = Session::open(&world.layout.branch_socket_dir(&id), startup)
         .await

@@ -154,6 +154,38 @@ async fn the_first_client_gets_the_warm_session_and_all_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_declared_profile_is_that_of_the_warm_session() {
+    let manifest = pool(
+        "items",
+        2,
+        6,
+        "  warming: {sessionParameters: {TimeZone: Asia/Tokyo}}\n",
+    );
+    let node = started(manifest).await;
+    let lease = node.lease("items", "a").await.unwrap();
+    let warm = backends(&lease).await;
+    let command = |zone: &str| {
+        let output = Command::new("psql")
+            .env("PGTZ", zone)
+            .args(["--no-psqlrc", "--tuples-only", "--no-align", &lease.uri])
+            .args([
+                "--command",
+                "SELECT pg_backend_pid() || ' ' || current_setting('TimeZone')",
+            ])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    assert_eq!(command("Asia/Tokyo"), format!("{warm} Asia/Tokyo"));
+    let lease = node.lease("items", "b").await.unwrap();
+    let warm = backends(&lease).await;
+    let client = connect(&node, &lease).await.unwrap();
+    // It did not ask for that time zone, so it does not get it.
+    assert_ne!(ask(&client, "SELECT pg_backend_pid()").await.unwrap(), warm);
+    assert_ne!(ask(&client, "SHOW TimeZone").await.unwrap(), "Asia/Tokyo");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn who_may_not_come_in_learns_nothing() {
     let node = node().await;
     let lease = node.lease("items", "a").await.unwrap();

@@ -1,6 +1,8 @@
 //! How branches are made, handed out and taken back.
 
-use schemars::JsonSchema;
+use std::collections::BTreeMap;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -94,6 +96,10 @@ pub struct Warming {
     /// When a session is opened for the first client: WhileWarming, OnLease or Never.
     #[serde(default)]
     pub preconnect: Preconnect,
+    /// Start-up parameters of that session, such as client_encoding: UTF8, for a client that sends just these to take it over. Absent: those that the pool's last client sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "session_parameters_schema")]
+    pub session_parameters: Option<BTreeMap<String, String>>,
     /// A branch that takes longer than this to become ready is given up and made anew.
     #[serde(default = "two_minutes")]
     #[schemars(extend("x-kubernetes-validations" = duration_of_at_least("1s")))]
@@ -108,9 +114,36 @@ impl Default for Warming {
             start_concurrency: None,
             preconnect_concurrency: None,
             preconnect: Preconnect::default(),
+            session_parameters: None,
             stale_after: two_minutes(),
         }
     }
+}
+
+/// What a session that is opened ahead of its client cannot have, or has already.
+const NO_SESSION_PARAMETERS: &str = "user|database|replication|options|role|session_authorization|\
+    session_preload_libraries|local_preload_libraries";
+
+fn session_parameters_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "maxProperties": 16,
+        "additionalProperties": {"type": "string", "maxLength": 256},
+        "x-kubernetes-validations": [
+            rule(
+                "self.all(key, key.matches('^[A-Za-z_][A-Za-z0-9_]{0,62}([.][A-Za-z_][A-Za-z0-9_]{0,62})?$'))",
+                "write the names of sessionParameters as clients send them, such as client_encoding or TimeZone",
+            ),
+            rule(
+                &format!("!self.exists(key, key.matches('^({NO_SESSION_PARAMETERS})$'))"),
+                "role, database, replication, options and preloaded libraries cannot be set ahead of a client: take them out of sessionParameters",
+            ),
+            rule(
+                "self.all(key, self[key].matches('^[^\\x00-\\x1f\\x7f]*$'))",
+                "a parameter's value is one line without control characters: correct the values of sessionParameters",
+            ),
+        ],
+    })
 }
 
 fn sixteen() -> u32 {
