@@ -23,6 +23,9 @@ pub enum QuantityError {
     TooLarge { text: String },
 }
 
+/// Most digits before a point or a suffix.
+const SUFFIXED_DIGITS: u32 = 12;
+
 /// A non-negative amount in thousandths, below 8 `Ei`, that keeps the text it was written as.
 #[derive(Clone)]
 pub struct Quantity {
@@ -41,7 +44,8 @@ impl Quantity {
         }
     }
 
-    /// Bytes with the largest binary suffix that divides them.
+    /// Bytes with the largest binary suffix that divides them, or none where too many digits would
+    /// stand before it.
     pub fn from_bytes(bytes: u64) -> Self {
         const SUFFIXES: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
         let mut number = bytes;
@@ -49,6 +53,9 @@ impl Quantity {
         while number > 0 && number.is_multiple_of(1024) && step + 1 < SUFFIXES.len() {
             number /= 1024;
             step += 1;
+        }
+        if number >= 10_u64.pow(SUFFIXED_DIGITS) {
+            (number, step) = (bytes, 0);
         }
         Self {
             text: Cow::Owned(format!("{number}{}", SUFFIXES[step])),
@@ -96,7 +103,11 @@ fn parse_milli(text: &str) -> Option<u128> {
         .unwrap_or(text.len());
     let (number, suffix) = text.split_at(split);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    let max_digits = if whole.len() == text.len() { 19 } else { 12 };
+    let max_digits = if whole.len() == text.len() {
+        19
+    } else {
+        SUFFIXED_DIGITS as usize
+    };
     if !(1..=max_digits).contains(&whole.len()) || !(1..=3).contains(&fraction.len()) {
         return None;
     }
@@ -268,6 +279,13 @@ mod tests {
         }
         assert!(serde_json::from_str::<Quantity>("-2").is_err());
         assert!(serde_json::from_str::<Quantity>("1.5").is_err());
+    }
+
+    #[test]
+    fn bytes_of_many_digits_have_no_suffix() {
+        let made = Quantity::from_bytes(7_166_253_747_144_176_640);
+        assert_eq!(made.as_str(), "7166253747144176640");
+        assert_eq!(Quantity::from_bytes(5 << 30).as_str(), "5Gi");
     }
 
     proptest! {

@@ -266,8 +266,8 @@ impl Node {
             return;
         };
         match branch.state {
+            // Its address stays: nobody knows it yet, and it is to be ready again.
             State::Ready => {
-                effects.unlink(branch.endpoint);
                 self.set_state(id, State::Started, effects);
             }
             State::Preconnecting => branch.meanwhile.session_closed = true,

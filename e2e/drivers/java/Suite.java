@@ -47,7 +47,7 @@ final class Suite implements AutoCloseable {
   private static final String ENDLESS =
       "DO $$ BEGIN RAISE NOTICE 'running'; PERFORM pg_sleep(600); END $$";
   private static final String SETTINGS =
-      "SELECT name, setting FROM pg_settings WHERE name <> 'application_name'";
+      "SELECT name, reset_val FROM pg_settings WHERE name <> 'application_name'";
 
   private final Main.Config config;
   private final Connection first;
@@ -186,7 +186,7 @@ final class Suite implements AutoCloseable {
         "row", row(first, "SELECT current_user, session_user, current_database(), 1"),
         "client_settings",
         pairs(first, "SELECT name, setting FROM pg_settings"
-            + " WHERE source = 'client' AND name <> 'application_name' ORDER BY name"));
+            + " WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', 'extra_float_digits', 'search_path') ORDER BY name"));
   }
 
   private Object prepared() throws SQLException {

@@ -22,7 +22,8 @@ BINARY = (
     " timestamptz '2024-01-02 03:04:05.678Z', '{1,NULL,3}'::int4[]"
 )
 CLIENT_SETTINGS = (
-    "SELECT name, setting FROM pg_settings WHERE source = 'client' AND name <> 'application_name' ORDER BY name"
+    "SELECT name, reset_val FROM pg_settings"
+    " WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', 'extra_float_digits', 'search_path') ORDER BY name"
 )
 SETTINGS = "SELECT name, setting FROM pg_settings WHERE name <> 'application_name'"
 PARAMETERS = [

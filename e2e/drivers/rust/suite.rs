@@ -99,8 +99,9 @@ impl Suite {
         let mut row = json!(self.first.texts(who).await?);
         let one: i32 = self.first.row("SELECT 1", &[]).await?.try_get(0)?;
         row.as_array_mut().ok_or("no row")?.push(one.into());
-        let settings = "SELECT name, setting FROM pg_settings \
-            WHERE source = 'client' AND name <> 'application_name' ORDER BY name";
+        let settings = "SELECT name, reset_val FROM pg_settings \
+            WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', \
+                'extra_float_digits', 'search_path') ORDER BY name";
         Ok(json!({"row": row, "client_settings": self.first.pairs(settings).await?}))
     }
 

@@ -17,7 +17,8 @@ use branchpool_e2e_drivers::{Config, Driver, Password, Toolbox};
 
 use node::{Node, Setup, pool};
 
-const MANIFEST: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
+/// With room for rows of 64 MB, of which server and client have several copies.
+const MANIFEST: &str = "  resources: {memory: 2Gi}\n  cleanup: {tombstones: {delay: 0s}}\n";
 
 /// Cargo tells a test where the binaries of its own package are only.
 fn agent_binary() -> PathBuf {

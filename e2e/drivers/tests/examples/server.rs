@@ -72,16 +72,6 @@ impl Server {
         }
     }
 
-    /// As root, whom the server takes for the role.
-    pub(crate) fn over_socket(&self, driver: Driver) -> Config {
-        Config {
-            host: self.directory.path().display().to_string(),
-            password: None,
-            ca: None,
-            ..self.over_tls(driver)
-        }
-    }
-
     /// An authority that has not signed the server's certificate.
     pub(crate) fn other_ca(&self) -> PathBuf {
         self.file("other.crt")
