@@ -47,7 +47,7 @@ final class Suite implements AutoCloseable {
   private static final String ENDLESS =
       "DO $$ BEGIN RAISE NOTICE 'running'; PERFORM pg_sleep(600); END $$";
   private static final String SETTINGS =
-      "SELECT name, reset_val FROM pg_settings WHERE name <> 'application_name'";
+      "SELECT name, setting FROM pg_settings WHERE name <> 'application_name'";
 
   private final Main.Config config;
   private final Connection first;
@@ -185,7 +185,7 @@ final class Suite implements AutoCloseable {
     return Map.of(
         "row", row(first, "SELECT current_user, session_user, current_database(), 1"),
         "client_settings",
-        pairs(first, "SELECT name, setting FROM pg_settings"
+        pairs(first, "SELECT name, reset_val FROM pg_settings"
             + " WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', 'extra_float_digits', 'search_path') ORDER BY name"));
   }
 

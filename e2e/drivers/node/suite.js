@@ -16,7 +16,7 @@ const LARGE_ROW = 64 * 1024 * 1024;
 const LARGE_OBJECT = 1024 * 1024;
 // Runs until it is cancelled, and says when it has begun.
 const ENDLESS = "DO $$ BEGIN RAISE NOTICE 'running'; PERFORM pg_sleep(600); END $$";
-const SETTINGS = "SELECT name, reset_val FROM pg_settings WHERE name <> 'application_name'";
+const SETTINGS = "SELECT name, setting FROM pg_settings WHERE name <> 'application_name'";
 
 class Unsupported extends Error {}
 
@@ -85,7 +85,7 @@ const checks = {
   async connect() {
     const { rows } = await first.query({
       text:
-        "SELECT name, setting FROM pg_settings" +
+        "SELECT name, reset_val FROM pg_settings" +
         " WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', 'extra_float_digits', 'search_path') ORDER BY name",
       rowMode: "array",
     });

@@ -24,7 +24,7 @@ const (
 	largeObject = 1024 * 1024
 	// Runs until it is cancelled, and says when it has begun.
 	endless      = "DO $$ BEGIN RAISE NOTICE 'running'; PERFORM pg_sleep(600); END $$"
-	settingsRows = "SELECT name, reset_val FROM pg_settings WHERE name <> 'application_name'"
+	settingsRows = "SELECT name, setting FROM pg_settings WHERE name <> 'application_name'"
 )
 
 type suite struct {
@@ -178,7 +178,7 @@ func (s *suite) connect(ctx context.Context) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	settings, err := pairs(ctx, s.first, "SELECT name, setting FROM pg_settings"+
+	settings, err := pairs(ctx, s.first, "SELECT name, reset_val FROM pg_settings"+
 		" WHERE name IN ('DateStyle', 'IntervalStyle', 'TimeZone', 'client_encoding', 'extra_float_digits', 'search_path') ORDER BY name")
 	return object{"row": []any{user, session, database, number}, "client_settings": settings}, err
 }
