@@ -34,11 +34,10 @@ const PASSWORD: &str = "of the measurement";
 const BOUNCED: &str = "bounced";
 const PGBOUNCER: [&str; 2] = ["/usr/sbin/pgbouncer", "/usr/local/bin/pgbouncer"];
 
-/// A program in a process group of its own account, under another user.
+/// A program in an account of its own, under another user.
 #[derive(Debug)]
 struct Service {
     child: Child,
-    /// Dropped after the child was told to end.
     account: Account,
     end: Signal,
     log: PathBuf,
@@ -161,13 +160,13 @@ impl Direct {
         let mut arguments = plan.arguments(&data, &sockets);
         for setting in [
             "listen_addresses=127.0.0.1".to_owned(),
+            format!("port={port}"),
             format!("hba_file={}", hba.display()),
         ] {
             arguments.extend(["-c".to_owned(), setting]);
         }
         let (program, environment) = (&plan.program, &plan.environment);
         let end = Signal::QUIT;
-        let arguments = with_port(arguments, port);
         let service = Service::start(
             "direct",
             plan.user,
@@ -195,6 +194,7 @@ impl Direct {
     }
 
     async fn give_password(&mut self, port: u16) -> Result<()> {
+        // By the name that a branch's socket has, for the same checks.
         let socket = self.sockets.join(format!(".s.PGSQL.{port}"));
         let own = self.sockets.join(".s.PGSQL.5432");
         std::os::unix::fs::symlink(&socket, &own).whatever_context("cannot link a socket")?;
@@ -307,11 +307,6 @@ fn free_port() -> Result<u16> {
         .next()
         .and_then(|port| port.parse().ok());
     port.whatever_context("no free TCP port")
-}
-
-fn with_port(mut arguments: Vec<String>, port: u16) -> Vec<String> {
-    arguments.extend(["-c".to_owned(), format!("port={port}")]);
-    arguments
 }
 
 fn private_directory(path: &Path, (uid, gid): (u32, u32)) -> Result<()> {
