@@ -29,7 +29,7 @@ fmt: ## Format the code
 	@cargo fmt --all
 
 .PHONY: bench
-bench: setup ## Measure hand-out and refill beside a bare loop of the same system calls (root)
+bench: setup ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
 	@cargo build --quiet --locked --release --package branchpool-agent
 	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 

@@ -39,6 +39,32 @@ pub(crate) struct Agent {
     uid: String,
     branches: u32,
     generation: u64,
+    endpoint: Endpoint,
+}
+
+/// How clients reach branches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    Sockets,
+    /// As well, without TLS.
+    Gateway,
+}
+
+impl Endpoint {
+    fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Sockets => &["--gateway", "none"],
+            Self::Gateway => &["--gateway", "127.0.0.1:0", "--gateway-plaintext"],
+        }
+    }
+
+    /// Room for the sessions of gateway and pgbouncer at the same time.
+    fn parameters(self) -> Value {
+        match self {
+            Self::Sockets => json!({}),
+            Self::Gateway => json!({ "max_connections": "100" }),
+        }
+    }
 }
 
 /// What happened until the pool was full.
@@ -48,11 +74,11 @@ pub(crate) struct Span {
     pub(crate) cpu: Duration,
 }
 
-fn spec(options: &Options, replicas: u32) -> Value {
+fn spec(options: &Options, endpoint: Endpoint, replicas: u32) -> Value {
     json!({
         "replicas": replicas,
         "maxBranches": options.max_branches,
-        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE },
+        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE, "parameters": endpoint.parameters() },
         "source": { "sql": { "scripts": [{
             "name": "items",
             "sql": "CREATE TABLE items AS SELECT id, md5(id::text) AS body FROM generate_series(1, 100000) AS id;
@@ -66,13 +92,17 @@ fn spec(options: &Options, replicas: u32) -> Value {
 
 impl Agent {
     /// Answering, its image built, its pool empty.
-    pub(crate) async fn start(machine: &Machine, options: &Options) -> Result<Self> {
+    pub(crate) async fn start(
+        machine: &Machine,
+        options: &Options,
+        endpoint: Endpoint,
+    ) -> Result<Self> {
         let manifest = machine.directory().join("pool.json");
         let object = json!({
             "apiVersion": "branchpool.dev/v1alpha1",
             "kind": "BranchPool",
             "metadata": { "name": POOL },
-            "spec": spec(options, 0),
+            "spec": spec(options, endpoint, 0),
         });
         fs::write(&manifest, object.to_string()).whatever_context("cannot write the manifest")?;
         let account = Account::create("agent")?;
@@ -92,7 +122,7 @@ impl Agent {
             .arg("--run-dir")
             .arg(&run)
             .args(["--listen", &tcp])
-            .args(["--gateway", "none"])
+            .args(endpoint.arguments())
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(errors)
@@ -108,6 +138,7 @@ impl Agent {
             uid: String::new(),
             branches: options.branches,
             generation: 1,
+            endpoint,
         };
         agent.wait_serving().await?;
         let status = agent.wait(|pool| pool.golden.generation > 0).await?;
@@ -147,7 +178,7 @@ impl Agent {
             name: POOL.to_owned(),
             generation: self.generation,
             epoch: None,
-            spec: spec(options, replicas),
+            spec: spec(options, self.endpoint, replicas),
         };
         self.client
             .apply_pool(&self.uid, &desired)
@@ -277,7 +308,7 @@ fn existing(pool: &PoolStatus) -> u32 {
 }
 
 /// Free a moment ago; the agent takes no port 0.
-fn free_address() -> Result<String> {
+pub(crate) fn free_address() -> Result<String> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0");
     let address = listener.and_then(|listener| listener.local_addr());
     Ok(address.whatever_context("no free TCP port")?.to_string())

@@ -39,7 +39,23 @@ pub(crate) async fn distinct_servers(directories: &[PathBuf], wanted: u32) -> Re
 }
 
 /// The first row of an answer.
-async fn ask(directory: &Path, sql: &str) -> Result<Vec<String>> {
+pub(crate) async fn ask(directory: &Path, sql: &str) -> Result<Vec<String>> {
+    let messages = run(directory, sql).await?;
+    let row = messages.iter().find_map(|message| match message {
+        SimpleQueryMessage::Row(row) => Some(row),
+        _ => None,
+    });
+    let row = row.with_whatever_context(|| format!("no row at {}", directory.display()))?;
+    let values = (0..row.len()).map(|column| row.get(column).unwrap_or("NULL").to_owned());
+    Ok(values.collect())
+}
+
+/// Runs statements that have no answer.
+pub(crate) async fn execute(directory: &Path, sql: &str) -> Result<()> {
+    run(directory, sql).await.map(drop)
+}
+
+async fn run(directory: &Path, sql: &str) -> Result<Vec<SimpleQueryMessage>> {
     let mut config = tokio_postgres::Config::new();
     // The servers' directories are shown to superusers only.
     config
@@ -55,16 +71,9 @@ async fn ask(directory: &Path, sql: &str) -> Result<Vec<String>> {
         .simple_query(sql)
         .await
         .with_whatever_context(|_| format!("no answer at {}", directory.display()))?;
-    let row = messages.iter().find_map(|message| match message {
-        SimpleQueryMessage::Row(row) => Some(row),
-        _ => None,
-    });
-    let row = row.with_whatever_context(|| format!("no row at {}", directory.display()))?;
-    let values = (0..row.len()).map(|column| row.get(column).unwrap_or("NULL").to_owned());
-    let values = values.collect();
     drop(client);
     let _ended = connection.await;
-    Ok(values)
+    Ok(messages)
 }
 
 /// No branch is left in any of the directories below.

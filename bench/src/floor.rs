@@ -64,7 +64,7 @@ impl Plan {
     }
 
     /// Taken from a server that the agent has started just now.
-    fn of(agent: &Agent, machine: &Machine, options: &Options) -> Result<Self> {
+    pub(crate) fn of(agent: &Agent, machine: &Machine, options: &Options) -> Result<Self> {
         let server = Server::find(agent)?;
         let run = machine.memory().join("floor");
         fs::create_dir_all(&run).whatever_context("cannot make the floor's run directory")?;

@@ -13,7 +13,7 @@ use tokio::{
 
 use crate::{
     account::Account,
-    agent::{Agent, POOL},
+    agent::{Agent, Endpoint, POOL},
     burst::{self, Answer, Connection},
     checks,
     error::Result,
@@ -74,7 +74,7 @@ impl Sample {
 }
 
 pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samples> {
-    let mut agent = Agent::start(machine, options).await?;
+    let mut agent = Agent::start(machine, options, Endpoint::Sockets).await?;
     agent.refill(options).await?;
     agent.wait_calm().await?;
     let mut agents = [

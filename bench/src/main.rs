@@ -7,6 +7,7 @@ mod burst;
 mod checks;
 mod error;
 mod floor;
+mod gateway;
 mod http_floor;
 mod lease;
 mod machine;
@@ -33,7 +34,8 @@ use crate::{
     report::Table,
 };
 
-/// Measures hand-out and refill beside a bare loop of the same system calls
+/// Measures hand-out and refill beside a bare loop of the same system calls, and the gateway beside
+/// direct connections and pgbouncer
 #[derive(Debug, Parser)]
 #[command(name = "branchpool-bench", version, max_term_width = 100)]
 struct Cli {
@@ -43,12 +45,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Refill and lease, one after the other
+    /// Refill, lease and gateway, one after the other
     All(Arguments),
     /// Fill an empty pool; the floor makes as many branches with bare system calls
     Refill(Arguments),
     /// Lease all branches at once; the floor answers the same requests with a constant
     Lease(Arguments),
+    /// Connect, run pgbench and stay idle through the gateway, beside direct connections and pgbouncer
+    Gateway(Arguments),
     /// Join a control group and become a program
     #[command(hide = true)]
     Enter {
@@ -63,11 +67,19 @@ enum Command {
     HttpFloor { socket: PathBuf, answer: PathBuf },
 }
 
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    Refill,
+    Lease,
+    Gateway,
+}
+
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::All(arguments) => measure(arguments, true, true),
-        Command::Refill(arguments) => measure(arguments, true, false),
-        Command::Lease(arguments) => measure(arguments, false, true),
+        Command::All(arguments) => measure(arguments, &[Part::Refill, Part::Lease, Part::Gateway]),
+        Command::Refill(arguments) => measure(arguments, &[Part::Refill]),
+        Command::Lease(arguments) => measure(arguments, &[Part::Lease]),
+        Command::Gateway(arguments) => measure(arguments, &[Part::Gateway]),
         Command::Enter {
             group,
             program,
@@ -94,7 +106,7 @@ fn serve_floor(socket: PathBuf, answer: PathBuf) -> Result<()> {
     runtime.block_on(http_floor::serve(socket, answer))
 }
 
-fn measure(arguments: Arguments, refill: bool, lease: bool) -> Result<()> {
+fn measure(arguments: Arguments, parts: &[Part]) -> Result<()> {
     let options = arguments.settle()?;
     // Mounts of this process end with it, however it ends.
     branchpool_sys::namespace::private_mounts().whatever_context("cannot make mounts private")?;
@@ -107,11 +119,12 @@ fn measure(arguments: Arguments, refill: bool, lease: bool) -> Result<()> {
         let mut interrupt = signal(SignalKind::interrupt()).whatever_context("no signals")?;
         let mut terminate = signal(SignalKind::terminate()).whatever_context("no signals")?;
         let work = async {
-            if refill {
-                run_refill(&options).await?;
-            }
-            if lease {
-                run_lease(&options).await?;
+            for part in parts {
+                match part {
+                    Part::Refill => run_refill(&options).await?,
+                    Part::Lease => run_lease(&options).await?,
+                    Part::Gateway => run_gateway(&options).await?,
+                }
             }
             Ok(())
         };
@@ -136,7 +149,7 @@ async fn run_refill(options: &Options) -> Result<()> {
         options,
         &refill::CHECKS,
         &samples,
-        &table,
+        &[table],
     )
 }
 
@@ -144,7 +157,28 @@ async fn run_lease(options: &Options) -> Result<()> {
     let machine = Machine::prepare(options.size)?;
     let samples = lease::measure(&machine, options).await?;
     let table = samples.table(options);
-    finish("lease", &machine, options, &lease::CHECKS, &samples, &table)
+    finish(
+        "lease",
+        &machine,
+        options,
+        &lease::CHECKS,
+        &samples,
+        &[table],
+    )
+}
+
+async fn run_gateway(options: &Options) -> Result<()> {
+    let machine = Machine::prepare(options.size)?;
+    let samples = gateway::measure(&machine, options).await?;
+    let tables = samples.tables();
+    finish(
+        "gateway",
+        &machine,
+        options,
+        &gateway::CHECKS,
+        &samples,
+        &tables,
+    )
 }
 
 fn finish(
@@ -153,10 +187,12 @@ fn finish(
     options: &Options,
     checks: &[&str],
     samples: &impl Serialize,
-    table: &Table,
+    tables: &[Table],
 ) -> Result<()> {
     let path = report::write(name, machine, options, checks, samples)?;
-    println!("{table}");
+    for table in tables {
+        println!("{table}");
+    }
     println!(
         "  {} pairs, load {:.1}; raw samples: {}",
         options.pairs,

@@ -20,6 +20,9 @@ pub(crate) struct Arguments {
     /// Pairs thrown away before [default: 1]
     #[arg(long)]
     warmups: Option<u32>,
+    /// Length of each run of pgbench [default: 5, with --quick 1]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=600))]
+    seconds: Option<u32>,
     /// Servers that start at a time, in agent and floor alike [default: cores + 1]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     starts: Option<u32>,
@@ -39,7 +42,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DIR", default_value = "target/bench")]
     output: PathBuf,
     /// The run is given up after this
-    #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
     time_limit: u64,
 }
 
@@ -48,6 +51,8 @@ pub(crate) struct Options {
     pub(crate) branches: u32,
     pub(crate) pairs: usize,
     pub(crate) warmups: usize,
+    /// Of each run of pgbench.
+    pub(crate) seconds: u32,
     pub(crate) starts: u32,
     pub(crate) major: u32,
     pub(crate) max_branches: u32,
@@ -80,6 +85,7 @@ impl Arguments {
             branches,
             pairs: self.pairs.unwrap_or(pairs) as usize,
             warmups: self.warmups.unwrap_or(1) as usize,
+            seconds: self.seconds.unwrap_or(if self.quick { 1 } else { 5 }),
             starts: self
                 .starts
                 .unwrap_or(u32::try_from(cores + 1).unwrap_or(u32::MAX)),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::{
-    agent::{Agent, Span},
+    agent::{Agent, Endpoint, Span},
     checks,
     error::Result,
     floor::Floor,
@@ -56,7 +56,7 @@ pub(crate) const CHECKS: [&str; 5] = [
 ];
 
 pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samples> {
-    let mut agent = Agent::start(machine, options).await?;
+    let mut agent = Agent::start(machine, options, Endpoint::Sockets).await?;
     let mut agents = vec![sample_agent(&mut agent, options, None).await?];
     // The floor copies a server of the agent, so the first one had to be the agent's.
     agent.refill(options).await?;
