@@ -252,9 +252,12 @@ async fn a_url_outlives_the_server_and_the_agent() {
         .batch_execute("INSERT INTO items VALUES (9, 'nine')")
         .await
         .unwrap();
+    let backend = ask(&client, "SELECT pg_backend_pid()").await.unwrap();
     let pid = node.postmaster_of(&lease.branch).unwrap();
     send(pid, Signal::KILL);
     wait_gone(pid);
+    // Which may answer once more before it sees that its server is gone.
+    wait_gone(backend.parse().unwrap());
     let cut = client.simple_query("SELECT 1").await.unwrap_err();
     assert!(cut.is_closed() || cut.code().is_some(), "{cut:?}");
     node.wait_lease("a", |lease| lease.restarts == 1 && lease.reason.is_none())
