@@ -361,8 +361,9 @@ impl Drop for Client {
     }
 }
 
-/// Connects through a descriptor of the directory where the path itself does not fit.
-async fn connect(socket_dir: &Path) -> std::io::Result<UnixStream> {
+/// Connects to the server whose socket is in the directory; through a descriptor of that where the
+/// path itself does not fit.
+pub async fn connect(socket_dir: &Path) -> std::io::Result<UnixStream> {
     let path = socket_dir.join(SOCKET_NAME);
     if path.as_os_str().len() <= MAX_SOCKET_PATH {
         return UnixStream::connect(path).await;

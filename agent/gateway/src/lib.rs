@@ -49,7 +49,7 @@ mod stream;
 pub mod takeover;
 mod tls;
 
-pub use branch::{Activity, Branch, Client, Facts, Link, SOCKET_NAME, State, Unavailable};
+pub use branch::{Activity, Branch, Client, Facts, Link, SOCKET_NAME, State, Unavailable, connect};
 pub use directory::{Directory, ENDPOINT_LENGTH};
 pub use limits::Limits;
 pub use metrics::Metrics;

@@ -252,9 +252,17 @@ impl Addresses {
     }
 
     fn set_state(&self, id: &BranchId, state: State) -> Option<Arc<Branch>> {
-        let branch = Arc::clone(&self.places().branches.get(id)?.branch);
+        let branch = self.branch(id)?;
         branch.set_state(state);
         Some(branch)
+    }
+
+    fn branch(&self, id: &BranchId) -> Option<Arc<Branch>> {
+        let places = self.places();
+        places
+            .branches
+            .get(id)
+            .map(|place| Arc::clone(&place.branch))
     }
 
     /// As [`Addresses::asleep`], unless the branch was used after `unused_since`.
@@ -277,12 +285,9 @@ impl Addresses {
     /// For a session that does not come through the gateway: counts as use, and waits for a server that
     /// is suspended.
     pub(super) async fn enter(&self, id: &BranchId) -> Result<(), Unavailable> {
-        let place = self
-            .places()
-            .branches
-            .get(id)
-            .map(|place| Arc::clone(&place.branch));
-        let Some(branch) = place else { return Ok(()) };
+        let Some(branch) = self.branch(id) else {
+            return Ok(());
+        };
         branch.touch();
         branch.serving(WAKE_TIME).await?;
         branch.close_session().await;
@@ -290,12 +295,7 @@ impl Addresses {
     }
 
     pub(super) fn used(&self, id: &BranchId, clock: Clock) -> Use {
-        let Some(branch) = self
-            .places()
-            .branches
-            .get(id)
-            .map(|place| Arc::clone(&place.branch))
-        else {
+        let Some(branch) = self.branch(id) else {
             return Use {
                 open: false,
                 last: None,

@@ -330,13 +330,8 @@ impl Service for Engine {
         if !bool::from(expected.as_bytes().ct_eq(password.as_bytes())) {
             return None;
         }
-        let leases = self.log.known_leases();
-        let mut bound = leases
-            .into_iter()
-            .filter(|lease| lease.phase == LeasePhase::Bound);
-        bound
-            .find(|lease| lease.user == user)
-            .map(|lease| lease.uid)
+        let is_theirs = |lease: &Lease| lease.phase == LeasePhase::Bound && lease.user == user;
+        self.log.find_lease(is_theirs).map(|lease| lease.uid)
     }
 
     async fn apply_pool(&self, uid: String, desired: DesiredPool) -> Result<PoolStatus, Problem> {

@@ -147,6 +147,16 @@ impl WatchLog {
         self.state().leases.get(uid).cloned()
     }
 
+    /// The first lease, by uid, that is wanted.
+    pub fn find_lease(&self, is_wanted: impl Fn(&Lease) -> bool) -> Option<Lease> {
+        let state = self.state();
+        state
+            .leases
+            .values()
+            .find(|lease| is_wanted(lease))
+            .cloned()
+    }
+
     /// Ends every subscription once it has delivered what is in the log.
     pub fn close(&self) {
         self.state().closed = true;

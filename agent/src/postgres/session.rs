@@ -3,12 +3,13 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
-    os::fd::AsRawFd,
+    io,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+pub use branchpool_gateway::SOCKET_NAME;
+use branchpool_gateway::connect;
 use bytes::{BufMut, Bytes, BytesMut};
 use fallible_iterator::FallibleIterator;
 use postgres_protocol::message::{
@@ -21,8 +22,6 @@ use tokio::{
     net::UnixStream,
 };
 
-/// The file in the socket directory; the port is part of the name only.
-pub const SOCKET_NAME: &str = ".s.PGSQL.5432";
 pub use crate::storage::layout::MAX_SOCKET_PATH;
 
 /// Longest accepted message of a server, in bytes; a branch's superuser decides what it sends.
@@ -412,15 +411,4 @@ pub async fn cancel(socket_dir: &Path, key: CancelKey) -> io::Result<()> {
     // The server closes when it has passed the request on.
     stream.read_to_end(&mut Vec::new()).await?;
     Ok(())
-}
-
-/// Connects through a descriptor of the directory where the path itself does not fit.
-async fn connect(socket_dir: &Path) -> io::Result<UnixStream> {
-    let path = socket_dir.join(SOCKET_NAME);
-    if path.as_os_str().len() <= MAX_SOCKET_PATH {
-        return UnixStream::connect(path).await;
-    }
-    let dir = fs::File::open(socket_dir)?;
-    let path = format!("/proc/self/fd/{}/{SOCKET_NAME}", dir.as_raw_fd());
-    UnixStream::connect(path).await
 }
