@@ -9,10 +9,11 @@ use tokio::{
 
 use super::{
     files,
-    steps::{LEASED_WEIGHT, SESSION_TIMEOUT, blocking, connect, image, render},
+    steps::{LEASED_WEIGHT, SESSION_TIMEOUT, connect, image, render},
     world::{SharedRuntime, World},
 };
 use crate::{
+    blocking::blocking,
     plan::{PoolUid, Preconnect, Slot},
     postgres::{chain, config::Phase},
     storage::ids::BranchId,
@@ -88,6 +89,7 @@ async fn carry_out(world: &Arc<World>, next: HandOver) {
     let written = match text {
         Ok(text) => blocking(move || files::replace(&layout.branch_config(&id), &text))
             .await
+            .map_err(String::from)
             .and_then(|result| result.map_err(|error| error.to_string())),
         Err(error) => Err(error),
     };

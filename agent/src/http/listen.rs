@@ -13,14 +13,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use branchpool_gateway::MAX_SOCKET_PATH;
 use rustix::{
     fs::Mode,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::net::{TcpListener, UnixListener};
-
-use crate::storage::layout::MAX_SOCKET_PATH;
 
 use super::guard::{Guard, Token, TokenError};
 
