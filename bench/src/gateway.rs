@@ -4,7 +4,8 @@
 mod client;
 mod connect;
 mod idle;
-mod leases;
+pub(crate) mod leases;
+pub(crate) mod refusals;
 mod servers;
 mod throughput;
 

@@ -168,9 +168,9 @@ async fn a_query_is_a_client_of_its_branch() {
     assert_eq!(probe.last_used_at, told.last_used_at);
     assert_eq!(
         (status.read_queries.active, status.write_queries.active),
-        (0, 1)
+        (1, 0)
     );
-    let running = r#"branchpool_sql_queries{kind="write",state="running"} 1"#;
+    let running = r#"branchpool_sql_queries{kind="read",state="running"} 1"#;
     assert_metric(&node, running).await;
 
     // The end of its lease is its end.
@@ -183,7 +183,10 @@ async fn a_query_is_a_client_of_its_branch() {
         .await;
     assert_metric(&node, r#"branchpool_sql_requests_total{outcome="ok"} 1"#).await;
     assert_metric(&node, r#"branchpool_sql_requests_total{outcome="ended"} 1"#).await;
-    assert_metric(&node, r#"branchpool_sql_seconds_count{kind="write"} 2"#).await;
+    for kind in ["read", "write"] {
+        let ran = format!("branchpool_sql_seconds_count{{kind=\"{kind}\"}} 1");
+        assert_metric(&node, &ran).await;
+    }
     let kept = node.client.get_lease("one").await.unwrap();
     assert_eq!((kept.connections, kept.last_used_at), (None, None));
 }
