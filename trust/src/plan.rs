@@ -84,6 +84,17 @@ pub struct AgentTrust {
     pub issuer: Fingerprint,
 }
 
+impl AgentTrust {
+    /// From the texts in an agent's status. What is no fingerprint is left out, as unknown CAs are; `None` when
+    /// the issuer is none.
+    pub fn parse(trusts: &[String], issuer: &str) -> Option<Self> {
+        Some(Self {
+            trusts: trusts.iter().filter_map(|id| id.parse().ok()).collect(),
+            issuer: issuer.parse().ok()?,
+        })
+    }
+}
+
 /// An agent that counts: its Pod exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Agent {

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use branchpool_agent::http::{Options, Server};
+use branchpool_agent::http::{Options, Server, Tcp};
 use tempfile::TempDir;
 use tokio::{
     net::{TcpStream, UnixStream},
@@ -13,6 +13,11 @@ use tokio::{
 use crate::message::exchange;
 pub(crate) use crate::message::{Reply, Request, patiently};
 use crate::service::InMemory;
+
+/// A port of this machine, without a token.
+pub(crate) fn local() -> Tcp {
+    Tcp::plain("127.0.0.1:0".parse().unwrap())
+}
 
 /// A server with its directory; stopped in order by [`Running::stop`].
 pub(crate) struct Running {

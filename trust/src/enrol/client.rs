@@ -84,8 +84,8 @@ enum FileError {
 pub struct Status {
     /// What the operator goes by when it replaces its CA; `None` before the first certificate.
     pub trust: Option<AgentTrust>,
-    /// End of the certificate, in seconds since 1970.
-    pub expires_at: Option<i64>,
+    /// End of the certificate, in seconds since 1970; 0 before there is one.
+    pub expires_at: i64,
     /// Why there is no certificate, or no new one. Nothing secret.
     pub problem: Option<String>,
 }
@@ -237,7 +237,7 @@ impl Clerk {
             trusts: bundle.ids().to_vec(),
             issuer: held.issuer,
         };
-        let expires_at = Some(held.identity.validity.not_after);
+        let expires_at = held.identity.validity.not_after;
         {
             let status = self.status.borrow();
             if status.trust.as_ref() == Some(&trust) && status.expires_at == expires_at {
@@ -253,7 +253,7 @@ impl Clerk {
                 });
             }
             Err(error) => {
-                warn!(%error, "the operator's bundle is not usable; what was in force stays so")
+                warn!(%error, "the operator's bundle is not usable; what was in force stays so");
             }
         }
     }
