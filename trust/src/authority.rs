@@ -279,9 +279,10 @@ fn new_ca(now: OffsetDateTime) -> Result<Ca, Error> {
     Ca::make(CA_TERM, Some(constraints()), now).context(IssueSnafu)
 }
 
-/// Whoever trusts this CA, such as a user of the lease API, trusts it for names inside a cluster only.
+/// Whoever trusts this CA, such as a user of the lease API, trusts it for names inside a cluster only, and for
+/// an operator on the same machine.
 fn constraints() -> NameConstraints {
-    let domains = ["branchpool", "svc", "cluster.local"];
+    let domains = ["branchpool", "svc", "cluster.local", "localhost"];
     NameConstraints {
         permitted_subtrees: domains
             .map(|domain| GeneralSubtree::DnsName(domain.to_owned()))

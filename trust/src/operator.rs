@@ -1,14 +1,11 @@
 //! The operator's own certificates, made by itself and renewed while it runs.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use rustls::{ClientConfig, ServerConfig};
 use snafu::{ResultExt, Snafu};
 use time::OffsetDateTime;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use tracing::{error, info};
 
 use crate::{Authority, authority, config, plan::Validity};
@@ -43,7 +40,7 @@ struct Made {
 }
 
 impl OperatorIdentity {
-    /// `names`: DNS names of the operator's Service, below `svc` or `cluster.local`. Certificates are made
+    /// `names`: DNS names of the operator's Service, below `svc` or `cluster.local`; `localhost` does too. Certificates are made
     /// anew when the authority changes, and in time before they expire, until the receivers or the authority's
     /// sender are gone. Needs a Tokio runtime.
     pub fn start(

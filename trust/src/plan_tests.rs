@@ -356,8 +356,6 @@ fn happening() -> impl Strategy<Value = Happening> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2_000, ..ProptestConfig::default() })]
-
     #[test]
     fn no_replacement_cuts_an_agent_off(happenings in prop::collection::vec(happening(), 0..200)) {
         let mut cluster = Cluster::new();

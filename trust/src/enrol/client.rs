@@ -5,7 +5,7 @@ use std::{
     io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use branchpool_tls::watching::{self, Files};
@@ -16,7 +16,10 @@ use rustls::{
 };
 use snafu::{OptionExt, ResultExt, Snafu, ensure};
 use time::OffsetDateTime;
-use tokio::{sync::watch, time::timeout};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
 use tracing::{info, warn};
 
 use super::{Address, CallError, EnrolRequest, call};
@@ -112,6 +115,7 @@ impl Enrolment {
             server,
             status,
             held: None,
+            published: None,
             failures: 0,
             attempted: Instant::now(),
         };
@@ -131,6 +135,8 @@ struct Clerk {
     server: watch::Sender<Option<Arc<ServerConfig>>>,
     status: watch::Sender<Status>,
     held: Option<Certificate>,
+    /// Since when the certificate is held that is shown, and what is trusted with it.
+    published: Option<(Instant, Vec<Fingerprint>)>,
     failures: u32,
     attempted: Instant,
 }
@@ -229,28 +235,25 @@ impl Clerk {
     }
 
     /// What is held and trusted now, for new connections.
-    fn publish(&self, bundle: Option<&Bundle>) {
+    fn publish(&mut self, bundle: Option<&Bundle>) {
         let (Some(held), Some(bundle)) = (&self.held, bundle) else {
             return;
         };
-        let trust = AgentTrust {
-            trusts: bundle.ids().to_vec(),
-            issuer: held.issuer,
-        };
-        let expires_at = held.identity.validity.not_after;
-        {
-            let status = self.status.borrow();
-            if status.trust.as_ref() == Some(&trust) && status.expires_at == expires_at {
-                return;
-            }
+        let published = (held.since, bundle.ids().to_vec());
+        if self.published.as_ref() == Some(&published) {
+            return;
         }
         match config::agent_server(&held.identity, bundle) {
             Ok(config) => {
                 self.server.send_replace(Some(Arc::new(config)));
                 self.status.send_modify(|status| {
-                    status.trust = Some(trust);
-                    status.expires_at = expires_at;
+                    status.trust = Some(AgentTrust {
+                        trusts: bundle.ids().to_vec(),
+                        issuer: held.issuer,
+                    });
+                    status.expires_at = held.identity.validity.not_after;
                 });
+                self.published = Some(published);
             }
             Err(error) => {
                 warn!(%error, "the operator's bundle is not usable; what was in force stays so");

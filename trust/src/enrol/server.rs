@@ -213,3 +213,14 @@ fn refused(problem: &Problem) -> Response {
     }
     response
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_not_shown_when_it_is_printed() {
+        let token = PodToken("secret".into());
+        assert!(!format!("{token:?}").contains("secret"));
+    }
+}
