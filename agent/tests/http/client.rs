@@ -29,7 +29,7 @@ fn request(name: &str) -> LeaseRequest {
     }
 }
 
-async fn whole_life(client: &Client) {
+pub(crate) async fn whole_life(client: &Client) {
     let status = client.apply_pool("p1", &desired("shop", 2)).await.unwrap();
     assert_eq!(client.pools().await.unwrap(), slice::from_ref(&status));
     assert_eq!(client.pool(&status.name).await.unwrap(), status);

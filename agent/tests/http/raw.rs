@@ -24,6 +24,7 @@ pub(crate) struct Running {
     pub(crate) service: InMemory,
     pub(crate) socket: PathBuf,
     pub(crate) tcp: Option<SocketAddr>,
+    pub(crate) health: Option<SocketAddr>,
     stop: oneshot::Sender<()>,
     serving: JoinHandle<()>,
     _directory: TempDir,
@@ -48,6 +49,7 @@ impl Running {
         adjust(&mut options);
         let server = Server::bind(&options).await.unwrap();
         let tcp = server.tcp_address();
+        let health = server.health_address();
         let (stop, stopped) = oneshot::channel();
         let serving = tokio::spawn(server.serve(service.clone(), async {
             let _ = stopped.await;
@@ -56,6 +58,7 @@ impl Running {
             service,
             socket,
             tcp,
+            health,
             stop,
             serving,
             _directory: directory,
