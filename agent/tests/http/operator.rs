@@ -12,7 +12,7 @@ use crate::{
     message::Request,
     raw::{Running, patiently},
     service::pool,
-    trust::{Agent, Operator, Serving, client_with, in_time, showing},
+    trust::{Agent, Operator, Serving, client_with, in_time, served, showing},
 };
 
 /// An operator, its listener, and the API of an agent that it has certified for `node-1`.
@@ -142,6 +142,37 @@ async fn one_node_does_not_stand_for_another() {
     assert!(matches!(error, ClientError::Handshake { .. }), "{error}");
     assert!(pair.client().node().await.is_ok());
     pair.stop().await;
+}
+
+#[tokio::test]
+async fn the_operator_believes_no_certificate_that_is_over_or_for_a_client() {
+    let operator = Operator::new();
+    let name = "node-1.agent.branchpool";
+    for (usage, term, says) in [
+        (Usage::Server, -Duration::MINUTE, "expired"),
+        (Usage::Client, in_a_day(), "key usage"),
+        (Usage::Server, in_a_day(), ""),
+    ] {
+        let config = served(operator.forge(name, usage, term));
+        let server = Running::start(|options| {
+            options.tcp = Some(Tcp::Tls {
+                address: "127.0.0.1:0".parse().unwrap(),
+                config,
+            });
+        })
+        .await;
+        let client = operator.client(server.tcp.unwrap(), "node-1");
+        match patiently(client.node()).await {
+            Ok(_) => assert_eq!(says, "", "it was believed"),
+            Err(error) => {
+                assert!(matches!(error, ClientError::Handshake { .. }), "{error}");
+                assert!(!says.is_empty(), "{error}");
+                let error = error.to_string().to_lowercase();
+                assert!(error.contains(says), "{error}");
+            }
+        }
+        server.stop().await;
+    }
 }
 
 #[tokio::test]

@@ -1,5 +1,7 @@
 //! A real standalone agent on a real Btrfs in a file, with real Postgres.
 
+#[path = "node/addresses.rs"]
+mod addresses;
 #[path = "node/processes.rs"]
 mod processes;
 #[path = "node/sql.rs"]
@@ -227,27 +229,6 @@ impl Node {
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
-    }
-
-    /// Where the HTTP API is on TCP, by the log of the last start.
-    pub(crate) fn tcp_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
-        address.split(')').next().unwrap().to_owned()
-    }
-
-    /// Where health is served, by the log of the last start.
-    pub(crate) fn health_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("health=Some(").expect("it serves health");
-        address.split(')').next().unwrap().to_owned()
-    }
-
-    /// Where the gateway is, by the log of the last start.
-    pub(crate) fn gateway_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("gateway=Some(").expect("it has a gateway");
-        address.split(')').next().unwrap().to_owned()
     }
 
     pub(crate) fn supervisor_pid(&self) -> u32 {

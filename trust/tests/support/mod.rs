@@ -23,7 +23,7 @@ use branchpool_trust::{
 };
 use rcgen::{KeyPair, SanType};
 use rustls::{
-    ClientConfig, RootCertStore,
+    ClientConfig, RootCertStore, ServerConfig,
     crypto::ring,
     pki_types::{CertificateDer, PrivatePkcs8KeyDer, pem::PemObject},
 };
@@ -110,6 +110,7 @@ impl Operator {
     /// As from a `ConfigMap` that is mounted.
     pub(crate) fn write_bundle(&self, path: &Path) {
         let new = path.with_extension("new");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&new, self.bundle()).unwrap();
         fs::rename(new, path).unwrap();
     }
@@ -194,6 +195,18 @@ pub(crate) fn showing(bundle: &str, shown: Option<Forged>) -> watch::Receiver<Ar
     watch::channel(Arc::new(config)).1
 }
 
+/// A server that shows this to everybody.
+pub(crate) fn served(forged: Forged) -> watch::Receiver<Option<Arc<ServerConfig>>> {
+    let key = PrivatePkcs8KeyDer::from(forged.key.serialize_der());
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![forged.certificate], key.into())
+        .unwrap();
+    watch::channel(Some(Arc::new(config))).1
+}
+
 pub(crate) fn client_with(
     agent: SocketAddr,
     node: &str,
@@ -244,7 +257,8 @@ impl Agent {
         let directory = tempfile::tempdir().unwrap();
         let options = enrol::Options {
             operator: url.parse().unwrap(),
-            bundle: directory.path().join("ca.crt"),
+            // Not even its directory is there.
+            bundle: directory.path().join("mounted/ca.crt"),
             token: directory.path().join("token"),
         };
         Self {
@@ -254,7 +268,7 @@ impl Agent {
     }
 
     pub(crate) fn bundle(&self) -> std::path::PathBuf {
-        self.directory.path().join("ca.crt")
+        self.directory.path().join("mounted/ca.crt")
     }
 
     pub(crate) fn token(&self) -> std::path::PathBuf {
