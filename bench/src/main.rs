@@ -5,6 +5,7 @@ mod account;
 mod agent;
 mod burst;
 mod checks;
+mod copy_floor;
 mod error;
 mod floor;
 mod gateway;
@@ -51,7 +52,8 @@ enum Command {
     Refill(Arguments),
     /// Lease all branches at once; the floor answers the same requests with a constant
     Lease(Arguments),
-    /// Connect, run pgbench and stay idle through the gateway, beside direct connections and pgbouncer
+    /// Connect, run pgbench and stay idle through the gateway, beside direct connections, pgbouncer and
+    /// a bare loop that copies
     Gateway(Arguments),
     /// Join a control group and become a program
     #[command(hide = true)]
@@ -65,6 +67,8 @@ enum Command {
     Floor,
     #[command(hide = true)]
     HttpFloor { socket: PathBuf, answer: PathBuf },
+    #[command(hide = true)]
+    CopyFloor { port: u16, socket: PathBuf },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -87,6 +91,7 @@ fn main() -> ExitCode {
         } => process::enter(&group, &program, &args).map(|never| match never {}),
         Command::Floor => floor::run(),
         Command::HttpFloor { socket, answer } => serve_floor(socket, answer),
+        Command::CopyFloor { port, socket } => copy_floor::serve(port, &socket),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

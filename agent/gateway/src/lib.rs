@@ -36,6 +36,7 @@ mod cancel;
 mod connection;
 mod directory;
 mod framing;
+mod lanes;
 mod limits;
 mod login;
 mod messages;
