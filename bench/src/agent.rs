@@ -80,7 +80,7 @@ fn spec(options: &Options, endpoint: Endpoint, replicas: u32) -> Value {
     json!({
         "replicas": replicas,
         "maxBranches": options.max_branches,
-        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE, "parameters": endpoint.parameters() },
+        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE, "tuning": options.tuning, "parameters": endpoint.parameters() },
         "source": { "sql": { "scripts": [{
             "name": "items",
             "sql": "CREATE TABLE items AS SELECT id, md5(id::text) AS body FROM generate_series(1, 100000) AS id;

@@ -5,6 +5,7 @@ mod account;
 mod agent;
 mod burst;
 mod checks;
+mod copy_floor;
 mod error;
 mod floor;
 mod gateway;
@@ -52,7 +53,8 @@ enum Command {
     Refill(Arguments),
     /// Lease all branches at once; the floor answers the same requests with a constant
     Lease(Arguments),
-    /// Connect, run pgbench and stay idle through the gateway, beside direct connections and pgbouncer
+    /// Connect, run pgbench and stay idle through the gateway, beside direct connections, pgbouncer and
+    /// a bare loop that copies
     Gateway(Arguments),
     /// Log in and be refused, for each of the reasons in turn
     Refusals(Arguments),
@@ -70,6 +72,8 @@ enum Command {
     Floor,
     #[command(hide = true)]
     HttpFloor { socket: PathBuf, answer: PathBuf },
+    #[command(hide = true)]
+    CopyFloor { port: u16, socket: PathBuf },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -106,6 +110,7 @@ fn main() -> ExitCode {
         } => process::enter(&group, &program, &args).map(|never| match never {}),
         Command::Floor => floor::run(),
         Command::HttpFloor { socket, answer } => serve_floor(socket, answer),
+        Command::CopyFloor { port, socket } => copy_floor::serve(port, &socket),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -35,6 +35,7 @@ mod cancel;
 mod connection;
 mod directory;
 mod framing;
+mod lanes;
 mod limits;
 mod login;
 mod messages;
