@@ -274,3 +274,15 @@ proptest! {
         let _ = load_manifests(&[("a", &text), ("b", &more), ("c", CONFIG_MAP)]);
     }
 }
+
+/// What the chart tells to do next works as it is.
+#[test]
+fn the_pool_in_the_notes_of_the_chart_is_valid() {
+    let notes = include_str!("../../charts/branchpool/templates/NOTES.txt");
+    let (_, rest) = notes.split_once("<<'EOF'\n").unwrap();
+    let (manifest, _) = rest.split_once("     EOF\n").unwrap();
+    let lines = manifest.lines().map(|line| line.strip_prefix("     ").unwrap());
+    let manifest = lines.collect::<Vec<_>>().join("\n");
+    let loaded = load_manifests(&[("NOTES.txt", &manifest)]).unwrap();
+    assert_eq!(loaded.pools.len(), 1);
+}
