@@ -21,7 +21,7 @@ pub enum Command {
     /// The manifests are the same that a cluster takes; edits are taken in at once. Without --root
     /// the branches live in a Btrfs filesystem in a file below --data-dir.
     #[command(
-        after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch pools"
+        after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch --server unix:/run/branchpool/agent.sock pools"
     )]
     Standalone(Box<Standalone>),
     /// Serve pools that an operator sends
@@ -105,11 +105,17 @@ pub struct PrepareNode {
 /// What Btrfs takes as a label, without what would have to be quoted.
 fn filesystem_label(text: &str) -> Result<String, String> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    let starts_well = text.bytes().next().is_some_and(|byte| byte.is_ascii_alphanumeric());
+    let starts_well = text
+        .bytes()
+        .next()
+        .is_some_and(|byte| byte.is_ascii_alphanumeric());
     if starts_well && text.len() <= 255 && text.bytes().all(plain) {
         Ok(text.to_owned())
     } else {
-        Err("expected 1 to 255 letters, digits, '.', '_' and '-', the first a letter or digit".to_owned())
+        Err(
+            "expected 1 to 255 letters, digits, '.', '_' and '-', the first a letter or digit"
+                .to_owned(),
+        )
     }
 }
 

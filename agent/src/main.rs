@@ -50,7 +50,14 @@ fn main() -> ExitCode {
 }
 
 fn prepare_node(options: PrepareNode) -> ExitCode {
-    let PrepareNode { devices, mount_point, label, count, format, dry_run } = options;
+    let PrepareNode {
+        devices,
+        mount_point,
+        label,
+        count,
+        format,
+        dry_run,
+    } = options;
     let wanted = prepare::plan::Wanted {
         mount_point,
         label,

@@ -110,10 +110,10 @@ ci-7   default/shop   Bound (Restarting)   abcdefghijklm   2m5s   27m55s       C
 old    default/shop   Expired              abcdefghijklm   2m5s   0s           <none>
 ";
     assert_eq!(
-        leases(&[lease("l1"), restarting, expired], 1_125_000),
+        agent_leases(&[lease("l1"), restarting, expired], 1_125_000),
         expected
     );
-    assert_eq!(leases(&[], 0), "No leases found.\n");
+    assert_eq!(agent_leases(&[], 0), "No leases found.\n");
 }
 
 #[test]

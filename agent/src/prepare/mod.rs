@@ -102,7 +102,10 @@ fn format(devices: &[PathBuf], profiles: Profiles, label: &str) -> Result<(), Er
 }
 
 fn mount(devices: &[PathBuf], mount_point: &Path) -> Result<(), Error> {
-    fs::create_dir_all(mount_point).context(FailedSnafu { action: "making", path: mount_point })?;
+    fs::create_dir_all(mount_point).context(FailedSnafu {
+        action: "making",
+        path: mount_point,
+    })?;
     let Some(first) = devices.first() else {
         return Ok(());
     };
@@ -115,9 +118,20 @@ fn mount(devices: &[PathBuf], mount_point: &Path) -> Result<(), Error> {
         options.extend_from_slice(b"device=");
         options.extend_from_slice(device.as_os_str().as_bytes());
     }
-    let mounting = FailedSnafu { action: "mounting", path: first };
-    let options = CString::new(options).map_err(io::Error::from).context(mounting)?;
-    rustix::mount::mount(first, mount_point, "btrfs", MountFlags::NOATIME, options.as_c_str())
+    let mounting = FailedSnafu {
+        action: "mounting",
+        path: first,
+    };
+    let options = CString::new(options)
         .map_err(io::Error::from)
-        .context(mounting)
+        .context(mounting)?;
+    rustix::mount::mount(
+        first,
+        mount_point,
+        "btrfs",
+        MountFlags::NOATIME,
+        options.as_c_str(),
+    )
+    .map_err(io::Error::from)
+    .context(mounting)
 }

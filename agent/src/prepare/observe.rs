@@ -41,10 +41,18 @@ pub(super) fn find(patterns: &[String]) -> Result<Vec<PathBuf>, Error> {
             let path = path.map_err(|error| Error::Failed {
                 action: "reading",
                 path: error.path().to_owned(),
-                source: error.into_error(),
+                source: error.into(),
             })?;
-            let path = path.canonicalize().context(FailedSnafu { action: "finding", path })?;
-            let file_type = fs::metadata(&path).context(FailedSnafu { action: "reading", path: &path })?.file_type();
+            let path = path.canonicalize().context(FailedSnafu {
+                action: "finding",
+                path,
+            })?;
+            let file_type = fs::metadata(&path)
+                .context(FailedSnafu {
+                    action: "reading",
+                    path: &path,
+                })?
+                .file_type();
             ensure!(file_type.is_block_device(), NoDeviceSnafu { path });
             found.insert(path);
         }
@@ -58,13 +66,22 @@ pub(super) fn find(patterns: &[String]) -> Result<Vec<PathBuf>, Error> {
 pub(super) struct Locked(File);
 
 pub(super) fn lock(path: &Path) -> Result<Locked, Error> {
-    let file = File::open(path).context(FailedSnafu { action: "opening", path })?;
+    let file = File::open(path).context(FailedSnafu {
+        action: "opening",
+        path,
+    })?;
     rustix::fs::flock(&file, FlockOperation::LockExclusive)
         .map_err(io::Error::from)
-        .context(FailedSnafu { action: "locking", path })?;
+        .context(FailedSnafu {
+            action: "locking",
+            path,
+        })?;
     rustix::io::fcntl_setfd(&file, FdFlags::empty())
         .map_err(io::Error::from)
-        .context(FailedSnafu { action: "locking", path })?;
+        .context(FailedSnafu {
+            action: "locking",
+            path,
+        })?;
     Ok(Locked(file))
 }
 
@@ -77,14 +94,18 @@ pub(super) fn look(path: &Path, locked: &Locked) -> Result<Device, Error> {
 }
 
 fn content(path: &Path, file: &File) -> Result<Content, Error> {
-    let reading = FailedSnafu { action: "reading", path };
+    let reading = FailedSnafu {
+        action: "reading",
+        path,
+    };
     let mut end = file;
     let size = end.seek(SeekFrom::End(0)).context(reading)?;
     if size < 2 * END {
         return Ok(Content::Other(format!("{size} bytes only")));
     }
     let mut block = [0; superblock::SIZE];
-    file.read_exact_at(&mut block, superblock::OFFSET).context(reading)?;
+    file.read_exact_at(&mut block, superblock::OFFSET)
+        .context(reading)?;
     match superblock::parse(&block) {
         Some(Superblock::Complete(member)) => return Ok(Content::Btrfs(member)),
         Some(Superblock::Unfinished(label)) => return Ok(Content::Unfinished { label }),
@@ -94,11 +115,15 @@ fn content(path: &Path, file: &File) -> Result<Content, Error> {
         return Ok(Content::Other(signatures));
     }
     if is_in_use(path).context(reading)? {
-        return Ok(Content::Other("a user: it is mounted, swap, or part of a set".to_owned()));
+        return Ok(Content::Other(
+            "a user: it is mounted, swap, or part of a set".to_owned(),
+        ));
     }
     for (start, place) in [(0, "first"), (size - END, "last")] {
         if !is_zero(file, start).context(reading)? {
-            return Ok(Content::Other(format!("data of no known kind in its {place} MiB")));
+            return Ok(Content::Other(format!(
+                "data of no known kind in its {place} MiB"
+            )));
         }
     }
     Ok(Content::Blank)
@@ -107,7 +132,11 @@ fn content(path: &Path, file: &File) -> Result<Content, Error> {
 /// Of filesystems, partition tables, RAID, swap, LVM and all else that libblkid knows.
 fn signatures(path: &Path) -> Result<Option<String>, Error> {
     let output = WIPEFS.run(&["--no-act", "--noheadings", "--output", "TYPE"], &[path])?;
-    let types: BTreeSet<_> = output.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let types: BTreeSet<_> = output
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
     if types.is_empty() {
         return Ok(None);
     }
@@ -144,7 +173,10 @@ fn is_zero(file: &File, start: u64) -> io::Result<bool> {
 
 /// What is at the mount point. One that is not there is empty.
 pub(super) fn place(mount_point: &Path, devices: &[Device]) -> Result<Place, Error> {
-    let reading = FailedSnafu { action: "reading", path: mount_point };
+    let reading = FailedSnafu {
+        action: "reading",
+        path: mount_point,
+    };
     let entries = match fs::read_dir(mount_point) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Place::Empty),
         other => other.context(reading)?,
@@ -155,7 +187,9 @@ pub(super) fn place(mount_point: &Path, devices: &[Device]) -> Result<Place, Err
     // The last one covers those before.
     let mounted = mounts.into_iter().rfind(|mount| mount.point == point);
     // A directory of such a filesystem, mounted by itself, is not the filesystem.
-    if let Some(mount) = mounted.filter(|mount| mount.filesystem == "btrfs" && mount.root == Path::new("/")) {
+    if let Some(mount) =
+        mounted.filter(|mount| mount.filesystem == "btrfs" && mount.root == Path::new("/"))
+    {
         let source = fs::canonicalize(&mount.source).unwrap_or_else(|_| mount.source.into());
         let device = devices.iter().find(|device| device.path == source);
         if let Some(Content::Btrfs(member)) = device.map(|device| &device.content) {

@@ -159,7 +159,10 @@ fn list<'a>(devices: impl IntoIterator<Item = &'a Device>) -> List {
 }
 
 fn paths<'a>(devices: impl IntoIterator<Item = &'a Device>) -> Vec<PathBuf> {
-    devices.into_iter().map(|device| device.path.clone()).collect()
+    devices
+        .into_iter()
+        .map(|device| device.path.clone())
+        .collect()
 }
 
 /// Devices in the order of their paths, each once.
@@ -212,12 +215,13 @@ fn refuse_foreign(devices: &[Device], label: &str) -> Result<(), Refusal> {
 fn foreign(content: &Content, label: &str) -> Option<String> {
     match content {
         Content::Other(what) => Some(what.clone()),
-        Content::Btrfs(member) if member.label != label => {
-            Some(format!("a Btrfs filesystem with the label {:?}", member.label))
-        }
-        Content::Unfinished { label: found } if found != label => {
-            Some(format!("an unfinished Btrfs filesystem with the label {found:?}"))
-        }
+        Content::Btrfs(member) if member.label != label => Some(format!(
+            "a Btrfs filesystem with the label {:?}",
+            member.label
+        )),
+        Content::Unfinished { label: found } if found != label => Some(format!(
+            "an unfinished Btrfs filesystem with the label {found:?}"
+        )),
         Content::Blank | Content::Btrfs(_) | Content::Unfinished { .. } => None,
     }
 }
@@ -231,30 +235,62 @@ fn existing(
     wanted: &Wanted,
 ) -> Result<Plan, Refusal> {
     let label = wanted.label.as_str();
-    let mut sets: Vec<_> = members.iter().map(|(_, member)| member.filesystem).collect();
+    let mut sets: Vec<_> = members
+        .iter()
+        .map(|(_, member)| member.filesystem)
+        .collect();
     sets.sort_unstable();
     sets.dedup();
-    ensure!(sets.len() == 1, TwoSetsSnafu { count: sets.len(), label });
+    ensure!(
+        sets.len() == 1,
+        TwoSetsSnafu {
+            count: sets.len(),
+            label
+        }
+    );
     let mut ids: Vec<_> = members.iter().map(|(_, member)| member.device).collect();
     ids.sort_unstable();
     ids.dedup();
     let found = list(members.iter().map(|(device, _)| *device));
-    ensure!(ids.len() == members.len(), CopiesSnafu { label, list: found });
+    ensure!(
+        ids.len() == members.len(),
+        CopiesSnafu { label, list: found }
+    );
     // After an interrupted change of the set its members may differ; the larger number is safe.
-    let wanted_members = members.iter().map(|(_, member)| member.devices).max().unwrap_or(0);
+    let wanted_members = members
+        .iter()
+        .map(|(_, member)| member.devices)
+        .max()
+        .unwrap_or(0);
     if usize::try_from(wanted_members) != Ok(members.len()) {
-        let others = devices.iter().filter(|device| !matches!(device.content, Content::Btrfs(_)));
+        let others = devices
+            .iter()
+            .filter(|device| !matches!(device.content, Content::Btrfs(_)));
         let others = list(others);
         let blank = match others.0.len() {
             0 => String::new(),
             _ => format!(", besides {others}, not part of it"),
         };
-        return IncompleteSnafu { label, wanted: wanted_members, found: members.len(), list: found, blank }.fail();
+        return IncompleteSnafu {
+            label,
+            wanted: wanted_members,
+            found: members.len(),
+            list: found,
+            blank,
+        }
+        .fail();
     }
     match place {
         Place::Mounted(mounted) if *mounted == filesystem => Ok(Plan::Ready),
-        Place::Mounted(_) => OtherMountedSnafu { path: &wanted.mount_point }.fail(),
-        Place::Taken => PlaceTakenSnafu { path: &wanted.mount_point, list: found }.fail(),
+        Place::Mounted(_) => OtherMountedSnafu {
+            path: &wanted.mount_point,
+        }
+        .fail(),
+        Place::Taken => PlaceTakenSnafu {
+            path: &wanted.mount_point,
+            list: found,
+        }
+        .fail(),
         Place::Empty => Ok(Plan::Mount(found.0)),
     }
 }
@@ -265,7 +301,10 @@ fn new(devices: &[Device], place: &Place, wanted: &Wanted) -> Result<Plan, Refus
     ensure!(wanted.format, FormatOffSnafu { list });
     ensure!(
         *place == Place::Empty,
-        PlaceTakenSnafu { path: &wanted.mount_point, list }
+        PlaceTakenSnafu {
+            path: &wanted.mount_point,
+            list
+        }
     );
     Ok(Plan::Format(list.0, Profiles::of(devices.len())))
 }
@@ -277,7 +316,10 @@ impl Plan {
         match self {
             Self::Ready => format!("filesystem {label} is mounted at {place} already"),
             Self::Mount(devices) => {
-                format!("filesystem {label} on {}: mount at {place}", List(devices.clone()))
+                format!(
+                    "filesystem {label} on {}: mount at {place}",
+                    List(devices.clone())
+                )
             }
             Self::Format(devices, Profiles { data, metadata }) => format!(
                 "filesystem {label} on {}: make it (data {data}, metadata {metadata}) and mount it at {place}",

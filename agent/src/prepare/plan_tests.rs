@@ -15,7 +15,9 @@ fn device(number: usize, content: Content) -> Device {
 
 fn devices(contents: impl IntoIterator<Item = Content>) -> Vec<Device> {
     let numbered = contents.into_iter().enumerate();
-    numbered.map(|(number, content)| device(number, content)).collect()
+    numbered
+        .map(|(number, content)| device(number, content))
+        .collect()
 }
 
 fn member(filesystem: Uuid, device: u64, devices: u64) -> Content {
@@ -28,7 +30,9 @@ fn member(filesystem: Uuid, device: u64, devices: u64) -> Content {
 }
 
 fn unfinished() -> Content {
-    Content::Unfinished { label: OURS.to_owned() }
+    Content::Unfinished {
+        label: OURS.to_owned(),
+    }
 }
 
 fn wanted(format: bool) -> Wanted {
@@ -41,7 +45,9 @@ fn wanted(format: bool) -> Wanted {
 }
 
 fn refusal(contents: Vec<Content>, place: &Place, format: bool) -> String {
-    plan(&devices(contents), place, &wanted(format)).unwrap_err().to_string()
+    plan(&devices(contents), place, &wanted(format))
+        .unwrap_err()
+        .to_string()
 }
 
 #[test]
@@ -49,14 +55,24 @@ fn blank_devices_are_formatted_when_that_is_allowed() {
     for (contents, data, metadata) in [
         (vec![Content::Blank], "single", "dup"),
         (vec![Content::Blank, Content::Blank], "raid0", "raid1"),
-        (vec![Content::Blank, unfinished(), Content::Blank], "raid0", "raid1"),
+        (
+            vec![Content::Blank, unfinished(), Content::Blank],
+            "raid0",
+            "raid1",
+        ),
     ] {
         let devices = devices(contents);
         let plan = plan(&devices, &Place::Empty, &wanted(true)).unwrap();
-        assert_eq!(plan, Plan::Format(paths(&devices), Profiles { data, metadata }));
+        assert_eq!(
+            plan,
+            Plan::Format(paths(&devices), Profiles { data, metadata })
+        );
     }
     let refused = refusal(vec![Content::Blank; 2], &Place::Empty, false);
-    assert!(refused.contains("are blank (/dev/nvme0n1 /dev/nvme1n1)"), "{refused}");
+    assert!(
+        refused.contains("are blank (/dev/nvme0n1 /dev/nvme1n1)"),
+        "{refused}"
+    );
     assert!(refused.contains("--format"), "{refused}");
 }
 
@@ -68,7 +84,10 @@ fn a_set_that_was_made_before_is_mounted_whatever_the_order() {
         assert_eq!(decide(Place::Empty), Ok(Plan::Mount(paths(&two))));
         assert_eq!(decide(Place::Mounted(A)), Ok(Plan::Ready));
         let refused = decide(Place::Taken).unwrap_err().to_string();
-        assert!(refused.contains("/var/lib/branchpool is not empty"), "{refused}");
+        assert!(
+            refused.contains("/var/lib/branchpool is not empty"),
+            "{refused}"
+        );
         assert!(decide(Place::Mounted(B)).is_err());
     }
 }
@@ -82,7 +101,11 @@ fn a_blank_device_beside_a_complete_set_is_left_alone() {
 
 #[test]
 fn an_incomplete_set_is_refused_and_says_what_to_do() {
-    let refused = refusal(vec![member(A, 1, 3), Content::Blank, member(A, 3, 3)], &Place::Empty, true);
+    let refused = refusal(
+        vec![member(A, 1, 3), Content::Blank, member(A, 3, 3)],
+        &Place::Empty,
+        true,
+    );
     for words in [
         "on 3 devices and only 2 of them were found (/dev/nvme0n1 /dev/nvme2n1)",
         "besides /dev/nvme1n1, not part of it",
@@ -108,9 +131,15 @@ fn everything_foreign_is_named_at_once() {
         device: 1,
         devices: 1,
     });
-    let half = Content::Unfinished { label: "home".to_owned() };
+    let half = Content::Unfinished {
+        label: "home".to_owned(),
+    };
     let other = Content::Other("signatures of ext4".to_owned());
-    let refused = refusal(vec![theirs, Content::Blank, other, half], &Place::Empty, true);
+    let refused = refusal(
+        vec![theirs, Content::Blank, other, half],
+        &Place::Empty,
+        true,
+    );
     for words in [
         "nothing was touched",
         "/dev/nvme0n1 has a Btrfs filesystem with the label \"home\"",
@@ -127,9 +156,16 @@ fn the_number_of_devices_is_checked_first() {
     let mut wanted = wanted(true);
     assert_eq!(plan(&[], &Place::Empty, &wanted), Err(Refusal::NoDevices));
     wanted.count = Some(4);
-    let refused = plan(&devices([Content::Blank, Content::Blank]), &Place::Empty, &wanted);
+    let refused = plan(
+        &devices([Content::Blank, Content::Blank]),
+        &Place::Empty,
+        &wanted,
+    );
     let refused = refused.unwrap_err().to_string();
-    assert!(refused.starts_with("2 devices were found and 4 are wanted"), "{refused}");
+    assert!(
+        refused.starts_with("2 devices were found and 4 are wanted"),
+        "{refused}"
+    );
 }
 
 #[test]

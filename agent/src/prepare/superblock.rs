@@ -49,9 +49,15 @@ pub enum Superblock {
 pub fn parse(block: &[u8; SIZE]) -> Option<Superblock> {
     let bytes = |at: usize, length: usize| &block[at..at + length];
     let number = |at: usize| {
-        bytes(at, 8).iter().rev().fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+        bytes(at, 8)
+            .iter()
+            .rev()
+            .fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
     };
-    let text = bytes(0x12b, 256).split(|byte| *byte == 0).next().unwrap_or_default();
+    let text = bytes(0x12b, 256)
+        .split(|byte| *byte == 0)
+        .next()
+        .unwrap_or_default();
     let label = String::from_utf8_lossy(text).into_owned();
     let magic = bytes(0x40, 8);
     if magic == UNFINISHED {

@@ -46,7 +46,10 @@ impl Tool {
     /// Runs it and returns what it printed. The paths, at least one, are absolute, so none looks like an
     /// option.
     pub(crate) fn run(self, options: &[&str], paths: &[&Path]) -> Result<String, Error> {
-        let Self { name: tool, package } = self;
+        let Self {
+            name: tool,
+            package,
+        } = self;
         let result = Command::new(tool)
             .args(options)
             .args(paths)
@@ -107,7 +110,9 @@ mod tests {
             name: "losetup",
             package: "mount",
         };
-        let error = tool.run(&["--no-such-option"], &[Path::new("/")]).unwrap_err();
+        let error = tool
+            .run(&["--no-such-option"], &[Path::new("/")])
+            .unwrap_err();
         assert!(error.to_string().contains("--no-such-option"), "{error}");
     }
 }

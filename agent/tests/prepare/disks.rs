@@ -7,7 +7,10 @@ use std::{
     process::{Command, Output},
 };
 
-use rustix::mount::UnmountFlags;
+use rustix::{
+    fs::{SeekFrom, seek},
+    mount::UnmountFlags,
+};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
@@ -29,7 +32,10 @@ impl Disks {
             devices: Vec::new(),
         };
         for number in 0..count {
-            File::create(disks.file(number)).unwrap().set_len(SIZE).unwrap();
+            File::create(disks.file(number))
+                .unwrap()
+                .set_len(SIZE)
+                .unwrap();
             disks.devices.push(None);
             disks.plug_in(number);
         }
@@ -99,12 +105,16 @@ impl Disks {
     }
 
     fn digests(&self) -> Vec<Vec<u8>> {
-        let read = |number| Sha256::digest(fs::read(self.file(number)).unwrap()).to_vec();
-        (0..self.devices.len()).map(read).collect()
+        (0..self.devices.len())
+            .map(|number| digest(&self.file(number)))
+            .collect()
     }
 
     pub(crate) fn write(&self, number: usize, at: u64, bytes: &[u8]) {
-        let file = File::options().write(true).open(self.device(number)).unwrap();
+        let file = File::options()
+            .write(true)
+            .open(self.device(number))
+            .unwrap();
         file.write_all_at(bytes, at).unwrap();
         file.sync_all().unwrap();
     }
@@ -118,6 +128,21 @@ impl Drop for Disks {
             let _reported = Command::new("losetup").arg("--detach").arg(device).status();
         }
     }
+}
+
+/// Of what was ever written, and where. The rest of the file was not.
+fn digest(path: &Path) -> Vec<u8> {
+    let file = File::open(path).unwrap();
+    let mut digest = Sha256::new();
+    let mut end = 0;
+    while let Ok(start) = seek(&file, SeekFrom::Data(end)) {
+        end = seek(&file, SeekFrom::Hole(start)).unwrap();
+        let mut bytes = vec![0; usize::try_from(end - start).unwrap()];
+        file.read_exact_at(&mut bytes, start).unwrap();
+        digest.update(start.to_le_bytes());
+        digest.update(bytes);
+    }
+    digest.finalize().to_vec()
 }
 
 /// The kernel remembers devices of Btrfs filesystems, also those that are gone.

@@ -8,7 +8,7 @@ use std::{
     fs,
     os::unix::{fs::OpenOptionsExt, process::ExitStatusExt},
     path::Path,
-    process::Command,
+    process::{Command, Stdio},
     thread,
     time::Duration,
 };
@@ -30,24 +30,36 @@ fn blank_disks_become_one_filesystem_that_is_found_again() {
     let refused = disks.refused(&[]);
     assert!(refused.contains("allow it with --format"), "{refused}");
     let told = disks.prepared(&["--format", "--dry-run"]);
-    assert!(told.contains("make it (data raid0, metadata raid1)"), "{told}");
+    assert!(
+        told.contains("make it (data raid0, metadata raid1)"),
+        "{told}"
+    );
     assert!(!place.exists());
 
     disks.prepared(&["--format", "--count", "2"]);
     let found = profiles(&place);
-    assert!(found.contains("Data, RAID0") && found.contains("Metadata, RAID1"), "{found}");
+    assert!(
+        found.contains("Data, RAID0") && found.contains("Metadata, RAID1"),
+        "{found}"
+    );
     let checked = Command::new(env!("CARGO_BIN_EXE_branchpool-agent"))
         .args(["preflight", "--root"])
         .arg(&place)
         .output()
         .unwrap();
     assert!(checked.status.success(), "{checked:?}");
-    assert!(!String::from_utf8_lossy(&checked.stdout).contains("warning"), "{checked:?}");
+    assert!(
+        !String::from_utf8_lossy(&checked.stdout).contains("warning"),
+        "{checked:?}"
+    );
 
     fs::write(place.join("kept"), "kept").unwrap();
     let before = mounts();
     let told = disks.prepared(&["--format"]);
-    assert!(told.contains("is mounted") && told.contains("already"), "{told}");
+    assert!(
+        told.contains("is mounted") && told.contains("already"),
+        "{told}"
+    );
     assert_eq!(mounts(), before);
 
     // As after a reboot.
@@ -61,17 +73,25 @@ fn one_disk_keeps_its_metadata_twice() {
     let disks = Disks::new(1);
     disks.prepared(&["--format", "--label", "ssd"]);
     let found = profiles(&disks.mount_point());
-    assert!(found.contains("Data, single") && found.contains("Metadata, DUP"), "{found}");
+    assert!(
+        found.contains("Data, single") && found.contains("Metadata, DUP"),
+        "{found}"
+    );
     disks.unmount();
     let refused = disks.refused(&["--format"]);
-    assert!(refused.contains("a Btrfs filesystem with the label \"ssd\""), "{refused}");
+    assert!(
+        refused.contains("a Btrfs filesystem with the label \"ssd\""),
+        "{refused}"
+    );
 }
 
 #[test]
 fn a_disk_with_data_is_never_touched() {
     type Fill = fn(&Disks);
     let cases: [(&str, Fill); 8] = [
-        ("signatures of swap", |disks| drop(run("mkswap", &[], &[disks.device(0)]))),
+        ("signatures of swap", |disks| {
+            drop(run("mkswap", &[], &[disks.device(0)]))
+        }),
         ("signatures of dos", |disks| {
             // One partition of 512 KiB at 1 MiB.
             disks.write(0, 446, &[0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 4, 0, 0]);
@@ -83,13 +103,22 @@ fn a_disk_with_data_is_never_touched() {
         ("a Btrfs filesystem with the label \"theirs\"", |disks| {
             run("mkfs.btrfs", &["-q", "-L", "theirs"], &[disks.device(0)]);
         }),
-        ("an unfinished Btrfs filesystem with the label \"theirs\"", |disks| {
-            run("mkfs.btrfs", &["-q", "-L", "theirs"], &[disks.device(0)]);
-            disks.write(0, superblock::OFFSET + 0x40, b"!");
+        (
+            "an unfinished Btrfs filesystem with the label \"theirs\"",
+            |disks| {
+                run("mkfs.btrfs", &["-q", "-L", "theirs"], &[disks.device(0)]);
+                disks.write(0, superblock::OFFSET + 0x40, b"!");
+            },
+        ),
+        ("data of no known kind in its first MiB", |disks| {
+            disks.write(0, (1 << 20) - 1, b"x")
         }),
-        ("data of no known kind in its first MiB", |disks| disks.write(0, (1 << 20) - 1, b"x")),
-        ("data of no known kind in its last MiB", |disks| disks.write(0, SIZE - (1 << 20), b"x")),
-        ("signatures of crypto_LUKS", |disks| disks.write(0, 0, b"LUKS\xba\xbe\0\x01")),
+        ("data of no known kind in its last MiB", |disks| {
+            disks.write(0, SIZE - (1 << 20), b"x")
+        }),
+        ("signatures of crypto_LUKS", |disks| {
+            disks.write(0, 0, b"LUKS\xba\xbe\0\x01")
+        }),
     ];
     for (says, fill) in cases {
         let disks = Disks::new(2);
@@ -97,7 +126,10 @@ fn a_disk_with_data_is_never_touched() {
         let refused = disks.refused(&["--format"]);
         assert!(refused.contains(says), "{says}: {refused}");
         let device = disks.device(0).display();
-        assert!(refused.contains(&format!("wipefs --all {device}\n")), "{refused}");
+        assert!(
+            refused.contains(&format!("wipefs --all {device}\n")),
+            "{refused}"
+        );
     }
 }
 
@@ -111,7 +143,10 @@ fn a_disk_in_use_is_never_touched() {
         .open(disks.device(0))
         .unwrap();
     let refused = disks.refused(&["--format"]);
-    assert!(refused.contains("a user: it is mounted, swap, or part of a set"), "{refused}");
+    assert!(
+        refused.contains("a user: it is mounted, swap, or part of a set"),
+        "{refused}"
+    );
     drop(exclusive);
     disks.prepared(&["--format"]);
 }
@@ -143,7 +178,10 @@ fn what_is_at_the_mount_point_is_not_hidden() {
 fn a_pattern_that_finds_nothing_or_something_else_is_refused() {
     let disks = Disks::new(1);
     let refused = disks.refused(&["--count", "2"]);
-    assert!(refused.contains("1 devices were found and 2 are wanted"), "{refused}");
+    assert!(
+        refused.contains("1 devices were found and 2 are wanted"),
+        "{refused}"
+    );
     let file = disks.file(0);
     let refused = disks.refused(&["--devices", file.to_str().unwrap()]);
     assert!(refused.contains("is no block device"), "{refused}");
@@ -160,7 +198,11 @@ fn killed_at_any_time_it_does_the_rest_the_next_time() {
     let disks = Disks::new(2);
     let mut killed = 0;
     for pause in 0..12 {
-        let mut child = disks.command(&["--format"]).spawn().unwrap();
+        let mut child = disks
+            .command(&["--format"])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
         thread::sleep(Duration::from_millis(4 * pause));
         let _has_ended = child.kill();
         killed += usize::from(child.wait().unwrap().signal().is_some());
@@ -170,7 +212,10 @@ fn killed_at_any_time_it_does_the_rest_the_next_time() {
     assert!(told.contains("branchpool"), "{told}");
     let table = mounts();
     let place = disks.mount_point().display().to_string();
-    assert_eq!(table.lines().filter(|line| line.contains(&place)).count(), 1);
+    assert_eq!(
+        table.lines().filter(|line| line.contains(&place)).count(),
+        1
+    );
 }
 
 #[test]

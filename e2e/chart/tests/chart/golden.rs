@@ -77,7 +77,7 @@ fn notes_name_what_was_installed() {
         "kubectl rollout status -n branchpool-system deployment/branchpool-operator",
         "kubectl rollout status -n branchpool-agents daemonset/branchpool-agent",
         "kubectl apply -n default -f -",
-        "kubectl branch --cluster -n default lease app --",
+        "kubectl branch -n default lease app --",
         "helm test -n branchpool-system branchpool",
         "--clusterrole=branchpool-source-secrets --serviceaccount=branchpool-system:branchpool-operator",
     ] {

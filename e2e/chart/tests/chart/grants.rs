@@ -14,7 +14,10 @@ fn of_kind<'a>(objects: &'a [Value], kinds: &[&str]) -> Vec<&'a Value> {
 }
 
 fn rules(role: &Value) -> impl Iterator<Item = &Value> {
-    role.get("rules").and_then(Value::as_array).into_iter().flatten()
+    role.get("rules")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
 }
 
 /// Everything that one account may do: (scope, resource, verb), the scope empty for the cluster.
@@ -22,7 +25,10 @@ fn granted(objects: &[Value], account: &str) -> BTreeSet<(String, String, String
     let mut granted = BTreeSet::new();
     for binding in of_kind(objects, &["ClusterRoleBinding", "RoleBinding"]) {
         let subjects = binding.get("subjects").and_then(Value::as_array).unwrap();
-        if !subjects.iter().any(|subject| string(subject, "/name") == account) {
+        if !subjects
+            .iter()
+            .any(|subject| string(subject, "/name") == account)
+        {
             continue;
         }
         let scope = string(binding, "/metadata/namespace");
@@ -99,7 +105,10 @@ fn the_operator_reads_no_secret_but_its_ca() {
         let others = on(&granted, "secrets");
         assert!(!others.is_empty(), "{name}");
         for (scope, verb) in others {
-            assert!(["create", "delete"].contains(&verb), "{name}: {verb} in {scope:?}");
+            assert!(
+                ["create", "delete"].contains(&verb),
+                "{name}: {verb} in {scope:?}"
+            );
         }
     }
 }
@@ -141,7 +150,10 @@ fn watched_namespaces_are_all_that_is_reached() {
             assert!(of_the_cluster.contains(&plain), "{verb} {resource}");
         } else {
             let namespaces = ["review", "review-agents", NAMESPACE, "default"];
-            assert!(namespaces.contains(&scope.as_str()), "{verb} {resource} in {scope}");
+            assert!(
+                namespaces.contains(&scope.as_str()),
+                "{verb} {resource} in {scope}"
+            );
             assert!(scope != "default" || resource == "events", "{resource}");
         }
     }
@@ -167,7 +179,10 @@ fn an_agent_may_do_nothing() {
     for name in value_files() {
         let objects = objects(&template(&name, &[]));
         for binding in of_kind(&objects, &["ClusterRoleBinding", "RoleBinding"]) {
-            assert!(!binding["subjects"].to_string().contains("-agent\""), "{name}: {binding}");
+            assert!(
+                !binding["subjects"].to_string().contains("-agent\""),
+                "{name}: {binding}"
+            );
         }
     }
 }

@@ -75,12 +75,21 @@ pub(crate) fn template(values: &str, more: &[&str]) -> String {
 /// What `helm install` would print behind the objects. Helm shows it with a cluster only, so a copy of the chart
 /// has the text as an object.
 pub(crate) fn notes(values: &str) -> String {
-    const OBJECT: &str = "kind: Notes\ntext: {{ tpl (.Files.Get \"files/NOTES.txt\") . | quote }}\n";
+    const OBJECT: &str =
+        "kind: Notes\ntext: {{ tpl (.Files.Get \"files/NOTES.txt\") . | quote }}\n";
     let copy = tempfile::tempdir().unwrap();
-    let status = Command::new("cp").arg("-r").arg(chart()).arg(copy.path()).status();
+    let status = Command::new("cp")
+        .arg("-r")
+        .arg(chart())
+        .arg(copy.path())
+        .status();
     assert!(status.unwrap().success());
     let copy = copy.path().join("branchpool");
-    fs::copy(copy.join("templates/NOTES.txt"), copy.join("files/NOTES.txt")).unwrap();
+    fs::copy(
+        copy.join("templates/NOTES.txt"),
+        copy.join("files/NOTES.txt"),
+    )
+    .unwrap();
     fs::write(copy.join("templates/notes.yaml"), OBJECT).unwrap();
     let file = here().join("values").join(format!("{values}.yaml"));
     let text = printed(helm(&[
@@ -107,7 +116,10 @@ pub(crate) fn refusal(arguments: &[&str]) -> String {
 
 pub(crate) fn objects(text: &str) -> Vec<Value> {
     let objects: Vec<Value> = serde_saphyr::from_multiple(text).unwrap();
-    objects.into_iter().filter(|object| !object.is_null()).collect()
+    objects
+        .into_iter()
+        .filter(|object| !object.is_null())
+        .collect()
 }
 
 /// Names of the files in `values`.

@@ -30,11 +30,19 @@ fn containers(pod: &Value) -> impl Iterator<Item = &Value> {
 fn assert_restricted(name: &str, pod: &Value) {
     let security = &pod["securityContext"];
     assert_eq!(security["runAsNonRoot"], true, "{name}");
-    assert_eq!(security["seccompProfile"]["type"], "RuntimeDefault", "{name}");
+    assert_eq!(
+        security["seccompProfile"]["type"], "RuntimeDefault",
+        "{name}"
+    );
     for field in ["hostNetwork", "hostPID", "hostIPC"] {
         assert!(pod.get(field).is_none(), "{name}: {field}");
     }
-    for volume in pod.get("volumes").and_then(Value::as_array).into_iter().flatten() {
+    for volume in pod
+        .get("volumes")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+    {
         assert!(volume.get("hostPath").is_none(), "{name}: {volume}");
     }
     for container in containers(pod) {
@@ -43,7 +51,12 @@ fn assert_restricted(name: &str, pod: &Value) {
         assert_eq!(security["readOnlyRootFilesystem"], true, "{name}");
         assert_eq!(security["capabilities"]["drop"][0], "ALL", "{name}");
         assert!(security.get("privileged").is_none(), "{name}");
-        for port in container.get("ports").and_then(Value::as_array).into_iter().flatten() {
+        for port in container
+            .get("ports")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+        {
             assert!(port.get("hostPort").is_none(), "{name}: {port}");
         }
     }
@@ -58,7 +71,10 @@ fn all_but_the_agent_are_restricted() {
         for (name, pod) in pods {
             if name.ends_with("-agent") {
                 assert_eq!(pod["automountServiceAccountToken"], false);
-                assert!(containers(pod).all(|container| container["securityContext"]["privileged"] == true));
+                assert!(
+                    containers(pod)
+                        .all(|container| container["securityContext"]["privileged"] == true)
+                );
             } else {
                 assert_restricted(name, pod);
             }
@@ -77,11 +93,17 @@ fn every_long_running_container_has_probes_and_requests() {
             for container in pod["containers"].as_array().unwrap() {
                 for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
                     let path = string(container, &format!("/{probe}/httpGet/path"));
-                    assert!(["/healthz", "/readyz"].contains(&path), "{values}: {name}: {probe}");
+                    assert!(
+                        ["/healthz", "/readyz"].contains(&path),
+                        "{values}: {name}: {probe}"
+                    );
                 }
                 let resources = &container["resources"];
                 assert!(
-                    resources.get("requests").or(resources.get("limits")).is_some(),
+                    resources
+                        .get("requests")
+                        .or(resources.get("limits"))
+                        .is_some(),
                     "{values}: {name}"
                 );
             }
@@ -93,7 +115,10 @@ fn every_long_running_container_has_probes_and_requests() {
 #[test]
 fn a_new_version_of_the_chart_restarts_no_agent() {
     let objects = objects(&template("default", &["--set", "agent.image.tag=fixed"]));
-    let agent = objects.iter().find(|object| string(object, "/kind") == "DaemonSet").unwrap();
+    let agent = objects
+        .iter()
+        .find(|object| string(object, "/kind") == "DaemonSet")
+        .unwrap();
     let version = string(agent, "/metadata/labels/app.kubernetes.io~1version");
     assert!(!version.is_empty());
     assert!(!agent["spec"]["template"].to_string().contains(version));
@@ -111,12 +136,22 @@ fn every_object_says_what_it_belongs_to_and_where() {
     for values in value_files() {
         for object in objects(&template(&values, &[])) {
             let (kind, name) = (string(&object, "/kind"), string(&object, "/metadata/name"));
-            let label = |label: &str| string(&object, &format!("/metadata/labels/app.kubernetes.io~1{label}")).to_owned();
+            let label = |label: &str| {
+                string(
+                    &object,
+                    &format!("/metadata/labels/app.kubernetes.io~1{label}"),
+                )
+                .to_owned()
+            };
             assert_eq!(label("name"), "branchpool", "{values}: {kind} {name}");
             assert_eq!(label("instance"), "branchpool", "{values}: {kind} {name}");
             assert!(!label("component").is_empty(), "{values}: {kind} {name}");
             let has_namespace = !string(&object, "/metadata/namespace").is_empty();
-            assert_eq!(has_namespace, !of_the_cluster.contains(&kind), "{values}: {kind} {name}");
+            assert_eq!(
+                has_namespace,
+                !of_the_cluster.contains(&kind),
+                "{values}: {kind} {name}"
+            );
         }
     }
 }
@@ -124,18 +159,33 @@ fn every_object_says_what_it_belongs_to_and_where() {
 #[test]
 fn the_agents_namespace_lets_privileged_pods_in() {
     let objects = objects(&template("default", &[]));
-    let namespace = objects.iter().find(|object| string(object, "/kind") == "Namespace").unwrap();
-    let level = string(namespace, "/metadata/labels/pod-security.kubernetes.io~1enforce");
-    assert_eq!((string(namespace, "/metadata/name"), level), ("branchpool-agents", "privileged"));
+    let namespace = objects
+        .iter()
+        .find(|object| string(object, "/kind") == "Namespace")
+        .unwrap();
+    let level = string(
+        namespace,
+        "/metadata/labels/pod-security.kubernetes.io~1enforce",
+    );
+    assert_eq!(
+        (string(namespace, "/metadata/name"), level),
+        ("branchpool-agents", "privileged")
+    );
     assert_ne!(string(namespace, "/metadata/name"), NAMESPACE);
 }
 
 #[test]
 fn a_budget_is_made_for_more_than_one_replica_only() {
     let budgets = |replicas: &str| {
-        let text = template("default", &["--set", &format!("operator.replicas={replicas}")]);
+        let text = template(
+            "default",
+            &["--set", &format!("operator.replicas={replicas}")],
+        );
         let objects = objects(&text);
-        objects.iter().filter(|object| string(object, "/kind") == "PodDisruptionBudget").count()
+        objects
+            .iter()
+            .filter(|object| string(object, "/kind") == "PodDisruptionBudget")
+            .count()
     };
     assert_eq!((budgets("1"), budgets("2")), (0, 1));
 }
