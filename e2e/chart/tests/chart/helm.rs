@@ -11,6 +11,9 @@ use serde_json::Value;
 
 pub(crate) const NAMESPACE: &str = "branchpool-system";
 
+/// Helm has one of its own in mind where no cluster says so.
+pub(crate) const KUBERNETES: &str = "1.34.4";
+
 pub(crate) fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
@@ -37,11 +40,15 @@ fn program() -> &'static Path {
 
 /// Without the configuration and the cluster of whoever runs the tests.
 pub(crate) fn helm(arguments: &[&str]) -> Output {
+    helm_with("/dev/null".as_ref(), arguments)
+}
+
+pub(crate) fn helm_with(kubeconfig: &Path, arguments: &[&str]) -> Output {
     let home = tempfile::tempdir().unwrap();
     Command::new(program())
         .args(arguments)
         .env("HOME", home.path())
-        .env("KUBECONFIG", "/dev/null")
+        .env("KUBECONFIG", kubeconfig)
         .current_dir(chart())
         .output()
         .unwrap()
@@ -66,6 +73,8 @@ pub(crate) fn template(values: &str, more: &[&str]) -> String {
         ".",
         "--namespace",
         NAMESPACE,
+        "--kube-version",
+        KUBERNETES,
         "--values",
         file,
     ];
@@ -98,6 +107,8 @@ pub(crate) fn notes(values: &str) -> String {
         copy.to_str().unwrap(),
         "--namespace",
         NAMESPACE,
+        "--kube-version",
+        KUBERNETES,
         "--values",
         file.to_str().unwrap(),
         "--show-only",
@@ -108,8 +119,13 @@ pub(crate) fn notes(values: &str) -> String {
 
 /// Why the values are refused.
 pub(crate) fn refusal(arguments: &[&str]) -> String {
+    let version = if arguments.contains(&"--kube-version") {
+        &[][..]
+    } else {
+        &["--kube-version", KUBERNETES]
+    };
     let fixed = ["template", "branchpool", ".", "--namespace", NAMESPACE];
-    let output = helm(&[&fixed, arguments].concat());
+    let output = helm(&[&fixed, version, arguments].concat());
     assert!(!output.status.success(), "{arguments:?} are accepted");
     String::from_utf8(output.stderr).unwrap()
 }
