@@ -30,11 +30,13 @@ pub(crate) fn chart() -> PathBuf {
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
-        let output = Command::new(root().join("scripts/setup-helm"))
+        let output = Command::new(root().join("scripts/build-kubernetes"))
+            .arg("helm")
             .output()
             .unwrap();
         assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap().trim().into()
+        let directory = String::from_utf8(output.stdout).unwrap();
+        Path::new(directory.trim()).join("helm")
     })
 }
 
