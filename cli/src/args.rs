@@ -196,7 +196,8 @@ pub(crate) struct Lease {
 
 #[derive(Args, Debug)]
 pub(crate) struct Wait {
-    /// How long to wait for a branch when none is ready; 0s: not at all
+    /// How long to wait for a branch when none is ready; 0s: not at all. A lease that has none by then is
+    /// given back
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse)]
     pub(crate) wait: Duration,
 }

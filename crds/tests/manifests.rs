@@ -280,11 +280,7 @@ proptest! {
 fn the_pool_in_the_notes_of_the_chart_is_valid() {
     let notes = include_str!("../../charts/branchpool/templates/NOTES.txt");
     let (_, rest) = notes.split_once("<<'EOF'\n").unwrap();
-    let (manifest, _) = rest.split_once("     EOF\n").unwrap();
-    let lines = manifest
-        .lines()
-        .map(|line| line.strip_prefix("     ").unwrap());
-    let manifest = lines.collect::<Vec<_>>().join("\n");
-    let loaded = load_manifests(&[("NOTES.txt", &manifest)]).unwrap();
+    let (manifest, _) = rest.split_once("\nEOF\n").unwrap();
+    let loaded = load_manifests(&[("NOTES.txt", manifest)]).unwrap();
     assert_eq!(loaded.pools.len(), 1);
 }
