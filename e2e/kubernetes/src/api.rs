@@ -309,7 +309,7 @@ fn apiserver_arguments(
             "service-account-issuer",
             "https://kubernetes.default.svc.cluster.local",
         ),
-        flag("service-account-key-file", &tokens),
+        flag("service-account-key-file", pki.path("tokens.pub")),
         flag("service-account-signing-key-file", &tokens),
         flag("service-cluster-ip-range", plan::SERVICES),
         flag("authorization-mode", "Node,RBAC"),

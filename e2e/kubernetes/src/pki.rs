@@ -31,7 +31,8 @@ pub(crate) struct Pki {
 }
 
 impl Pki {
-    /// Makes the CA (`ca.crt`) and the key that signs tokens of service accounts (`tokens.key`).
+    /// Makes the CA (`ca.crt`) and the key that signs tokens of service accounts (`tokens.key`, the
+    /// public half `tokens.pub`).
     pub(crate) fn new(directory: &Path) -> Result<Self, Error> {
         fs::create_dir_all(directory).context(WriteSnafu { path: directory })?;
         let name = "branchpool-e2e";
@@ -53,6 +54,7 @@ impl Pki {
         let name = "tokens";
         let tokens = KeyPair::generate().context(IssueSnafu { name })?;
         pki.write("tokens.key", &tokens.serialize_pem())?;
+        pki.write("tokens.pub", &tokens.public_key_pem())?;
         Ok(pki)
     }
 
