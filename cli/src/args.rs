@@ -38,6 +38,7 @@ pub(crate) struct Cli {
 
 #[derive(Args, Debug)]
 pub(crate) struct Global {
+    #[allow(clippy::doc_markdown, rustdoc::bare_urls)] // A help text, not Markdown.
     /// Talk to a standalone agent at unix:/PATH or http://HOST:PORT instead of a cluster [env: BRANCHPOOL_SERVER]
     #[arg(
         long,

@@ -90,7 +90,7 @@ fn a_disk_with_data_is_never_touched() {
     type Fill = fn(&Disks);
     let cases: [(&str, Fill); 8] = [
         ("signatures of swap", |disks| {
-            drop(run("mkswap", &[], &[disks.device(0)]))
+            run("mkswap", &[], &[disks.device(0)]);
         }),
         ("signatures of dos", |disks| {
             // One partition of 512 KiB at 1 MiB.
@@ -111,13 +111,13 @@ fn a_disk_with_data_is_never_touched() {
             },
         ),
         ("data of no known kind in its first MiB", |disks| {
-            disks.write(0, (1 << 20) - 1, b"x")
+            disks.write(0, (1 << 20) - 1, b"x");
         }),
         ("data of no known kind in its last MiB", |disks| {
-            disks.write(0, SIZE - (1 << 20), b"x")
+            disks.write(0, SIZE - (1 << 20), b"x");
         }),
         ("signatures of crypto_LUKS", |disks| {
-            disks.write(0, 0, b"LUKS\xba\xbe\0\x01")
+            disks.write(0, 0, b"LUKS\xba\xbe\0\x01");
         }),
     ];
     for (says, fill) in cases {

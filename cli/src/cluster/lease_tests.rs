@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-fn lease(status: Value) -> BranchLease {
+fn lease(status: &Value) -> BranchLease {
     serde_json::from_value(json!({
         "apiVersion": "branchpool.dev/v1alpha1",
         "kind": "BranchLease",
@@ -26,7 +26,7 @@ fn condition(status: &str, reason: &str, message: &str) -> Value {
 #[test]
 fn the_queue_is_told_in_words() {
     let queued = |position: u32| {
-        progress(&lease(json!({
+        progress(&lease(&json!({
             "phase": "Pending",
             "queuePosition": position,
             "conditions": condition("False", "Queued", "all branches are leased"),
@@ -46,18 +46,18 @@ fn the_queue_is_told_in_words() {
 
 #[test]
 fn nothing_is_made_of_no_answer() {
-    assert_eq!(progress(&lease(Value::Null)), Progress::Unanswered);
-    assert_eq!(progress(&lease(json!({}))), Progress::Unanswered);
+    assert_eq!(progress(&lease(&Value::Null)), Progress::Unanswered);
+    assert_eq!(progress(&lease(&json!({}))), Progress::Unanswered);
 }
 
 #[test]
 fn bound_is_what_the_condition_says() {
     let bound = json!({"phase": "Bound", "conditions": condition("True", "Bound", "")});
-    assert_eq!(progress(&lease(bound)), Progress::Bound);
+    assert_eq!(progress(&lease(&bound)), Progress::Bound);
     // The Secret comes first; until the condition is there the lease is not of use.
     let unready = json!({"phase": "Bound", "conditions": condition("False", "Resetting", "")});
     assert_eq!(
-        progress(&lease(unready)),
+        progress(&lease(&unready)),
         Progress::Waiting("Resetting".to_owned())
     );
 }
@@ -66,14 +66,14 @@ fn bound_is_what_the_condition_says() {
 fn a_finished_lease_says_why() {
     let lost = json!({"phase": "Lost", "conditions": condition("False", "NodeRebooted", "the node was rebooted")});
     assert_eq!(
-        progress(&lease(lost)),
+        progress(&lease(&lost)),
         Progress::Finished(LeasePhase::Lost, "the node was rebooted".to_owned())
     );
 }
 
 #[test]
 fn an_answer_is_to_the_spec_of_now() {
-    assert!(!is_answered(&lease(json!({"observedGeneration": 1}))));
-    assert!(is_answered(&lease(json!({"observedGeneration": 2}))));
-    assert!(!is_answered(&lease(Value::Null)));
+    assert!(!is_answered(&lease(&json!({"observedGeneration": 1}))));
+    assert!(is_answered(&lease(&json!({"observedGeneration": 2}))));
+    assert!(!is_answered(&lease(&Value::Null)));
 }

@@ -208,20 +208,31 @@ fn follow(leases: &Api<BranchLease>, name: &str) -> impl Stream<Item = State> + 
         .timeout(WATCH_SECONDS);
     watcher(leases.clone(), config)
         .default_backoff()
-        .filter_map(|event| std::future::ready(state(event)))
+        .scan(false, |seen, event| {
+            std::future::ready(Some(state(seen, event)))
+        })
+        .filter_map(std::future::ready)
 }
 
-/// `None` for events that tell nothing of the object.
-fn state(event: Result<watcher::Event<BranchLease>, watcher::Error>) -> Option<State> {
+/// `None` for events that tell nothing of the object. `seen`: whether the list that is being read has it.
+fn state(
+    seen: &mut bool,
+    event: Result<watcher::Event<BranchLease>, watcher::Error>,
+) -> Option<State> {
     match event {
-        Ok(watcher::Event::Apply(lease) | watcher::Event::InitApply(lease)) => {
-            Some(Ok(Some(lease)))
+        Ok(watcher::Event::Init) => *seen = false,
+        Ok(watcher::Event::InitApply(lease)) => {
+            *seen = true;
+            return Some(Ok(Some(lease)));
         }
-        Ok(watcher::Event::Delete(_)) => Some(Ok(None)),
-        Ok(watcher::Event::Init | watcher::Event::InitDone) => None,
-        Err(error) if is_final(&error) => Some(Err(error)),
-        Err(_) => None,
+        // Deleted while no watch was open.
+        Ok(watcher::Event::InitDone) if !*seen => return Some(Ok(None)),
+        Ok(watcher::Event::Apply(lease)) => return Some(Ok(Some(lease))),
+        Ok(watcher::Event::Delete(_)) => return Some(Ok(None)),
+        Err(error) if is_final(&error) => return Some(Err(error)),
+        Ok(watcher::Event::InitDone) | Err(_) => {}
     }
+    None
 }
 
 /// What trying again does not mend.

@@ -1,6 +1,6 @@
 //! The connection Secret, as variables for a command.
 
-use std::io::Write;
+use std::{fmt::Write as _, io::Write as _};
 
 use k8s_openapi::api::core::v1::Secret;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -72,7 +72,7 @@ impl Connection {
         for (name, value) in parameters {
             if let Some(value) = value {
                 uri.push(separator);
-                uri.push_str(&format!("{name}={}", encoded(&value)));
+                let _ = write!(uri, "{name}={}", encoded(&value));
                 separator = '&';
             }
         }

@@ -19,7 +19,7 @@ use k8s_openapi::{
 };
 use kube::{
     Api, Client, ResourceExt,
-    api::{ObjectMeta, Patch, PatchParams, PostParams},
+    api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams},
     runtime::{WatchStreamExt, watcher},
 };
 use serde_json::{Value, json};
@@ -151,7 +151,7 @@ impl Cluster {
     pub(crate) async fn names(&self, namespace: &str) -> Vec<String> {
         let list = self
             .leases(namespace)
-            .list(&Default::default())
+            .list(&ListParams::default())
             .await
             .unwrap();
         list.items.iter().map(ResourceExt::name_any).collect()
@@ -240,11 +240,7 @@ impl Cluster {
     }
 
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
-        self.command_as(self.server.kubeconfig(), arguments)
-    }
-
-    pub(crate) fn command_as(&self, kubeconfig: &Path, arguments: &[&str]) -> Command {
-        command(arguments, kubeconfig)
+        command(arguments, self.server.kubeconfig())
     }
 
     pub(crate) fn file(&self, name: &str, text: &str) -> PathBuf {

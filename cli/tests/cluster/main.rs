@@ -10,7 +10,7 @@ mod pty;
 use std::fs;
 
 use branchpool_crds::{BranchLease, Priority};
-use kube::ResourceExt;
+use kube::{ResourceExt, api::DeleteParams};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::process::Child;
@@ -373,7 +373,7 @@ async fn what_has_ended_is_told(cluster: &Cluster) {
     cluster.queue(&lease, 1).await;
     cluster
         .leases("verbs")
-        .delete(&lease.name_any(), &Default::default())
+        .delete(&lease.name_any(), &DeleteParams::default())
         .await
         .unwrap();
     let (_, error) = refusal(finish(child).await);
@@ -450,7 +450,7 @@ async fn nodes_are_shown(cluster: &Cluster) {
 async fn the_rights_in_the_docs_are_enough(cluster: &Cluster) {
     cluster.grant("rights", "dev").await;
     let kubeconfig = cluster.server.kubeconfig_of("dev", None).unwrap();
-    let run = |arguments: &[&str]| cluster.command_as(&kubeconfig, arguments).spawn().unwrap();
+    let run = |arguments: &[&str]| command(arguments, &kubeconfig).spawn().unwrap();
     let child = run(&["lease", "rights/app", "--id", "mine", "--", "true"]);
     let lease = cluster.until("rights", "mine", |_| true).await;
     cluster.bind(&lease, 600).await;

@@ -104,5 +104,8 @@ fn notes_name_what_was_installed() {
     let prepared = notes("local-ssd");
     assert!(prepared.contains("-c prepare-node"), "{prepared}");
     // kubectl knows no rollout of a DaemonSet that is replaced by hand.
-    assert!(!prepared.contains("rollout status -n branchpool-agents"), "{prepared}");
+    assert!(
+        !prepared.contains("rollout status -n branchpool-agents"),
+        "{prepared}"
+    );
 }

@@ -19,7 +19,7 @@ const AGENT: &str = "system:serviceaccount:branchpool-agents:branchpool-agent";
 #[tokio::test(flavor = "multi_thread")]
 async fn definitions_are_upgraded_and_outlive_the_release() {
     let server = Server::start().await;
-    let older = server.older_chart();
+    let older = Server::older_chart();
     let older = older.path().to_str().unwrap();
     server.helm(&["install", "branchpool", older]);
     server.create_lease("kept").await;

@@ -56,7 +56,7 @@ impl Server {
     }
 
     /// The chart as it would have been before the field `priority` came.
-    pub(crate) fn older_chart(&self) -> TempDir {
+    pub(crate) fn older_chart() -> TempDir {
         let directory = tempfile::tempdir().unwrap();
         let copied = std::process::Command::new("cp")
             .arg("-rT")
