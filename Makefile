@@ -36,9 +36,10 @@ bench: ## Measure hand-out and refill beside bare system calls, the gateway besi
 	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
 .PHONY: generate
-generate: ## Write the generated files anew: CRD manifests, their reference page, the list of metrics
+generate: ## Write the generated files anew: CRD manifests, their reference page, metrics, golden files of the chart
 	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
 	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --lib metrics >/dev/null
+	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-e2e-chart >/dev/null
 
 .PHONY: audit
 audit: ## Look for known vulnerabilities in the dependencies (network)

@@ -23,13 +23,19 @@ pub enum Command {
     /// The manifests are the same that a cluster takes; edits are taken in at once. Without --root
     /// the branches live in a Btrfs filesystem in a file below --data-dir.
     #[command(
-        after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch pools"
+        after_help = "Example:\n  branchpool-agent standalone -f examples/quickstart\n  kubectl-branch --server unix:/run/branchpool/agent.sock pools"
     )]
     Standalone(Box<Standalone>),
     /// Serve pools that an operator sends
     Run(Box<Run>),
     /// Check whether this machine can hold branches, and say what is missing
     Preflight(Box<Preflight>),
+    /// Find this node's disks, make a Btrfs filesystem on them when they are blank, and mount it
+    ///
+    /// For Local SSDs that are empty after each replacement of the node. A filesystem that was made before is
+    /// found by its label and mounted. A device with data is never touched.
+    #[command(after_help = PREPARE_HELP)]
+    PrepareNode(PrepareNode),
     /// Be the parent of an agent and of all its servers, and start the agent again when it crashes
     ///
     /// Process 1 of a container. `run` and `standalone` do this by themselves.
@@ -104,6 +110,54 @@ impl Operator {
             bundle: self.ca.clone()?,
             token: self.token.clone()?,
         })
+    }
+}
+
+const PREPARE_HELP: &str = "\
+Example:
+  branchpool-agent prepare-node --devices '/dev/disk/by-id/google-local-nvme-ssd-*' --format --dry-run
+
+Blank is a device without a signature that wipefs knows, with zeros in its first and last MiB, that \
+nothing uses. Several devices are striped (data RAID0, metadata RAID1). Exit codes: 0 mounted; 69 a tool or \
+device failed; 77 no privilege; 78 refused, with the reason.";
+
+#[derive(Debug, Args)]
+pub struct PrepareNode {
+    /// Shell pattern of devices, such as '/dev/disk/by-id/google-local-nvme-ssd-*'; may be given several
+    /// times
+    #[arg(long = "devices", value_name = "PATTERN", required = true)]
+    pub devices: Vec<String>,
+    /// Where to mount the filesystem
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/branchpool")]
+    pub mount_point: PathBuf,
+    /// Label of the filesystem, by which it is found again
+    #[arg(long, value_name = "TEXT", default_value = "branchpool", value_parser = filesystem_label)]
+    pub label: String,
+    /// Devices that have to be found [default: one or more]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub count: Option<u16>,
+    /// Make the filesystem when all devices are blank
+    #[arg(long)]
+    pub format: bool,
+    /// Say what would be done
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// What Btrfs takes as a label, without what would have to be quoted.
+fn filesystem_label(text: &str) -> Result<String, String> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let starts_well = text
+        .bytes()
+        .next()
+        .is_some_and(|byte| byte.is_ascii_alphanumeric());
+    if starts_well && text.len() <= 255 && text.bytes().all(plain) {
+        Ok(text.to_owned())
+    } else {
+        Err(
+            "expected 1 to 255 letters, digits, '.', '_' and '-', the first a letter or digit"
+                .to_owned(),
+        )
     }
 }
 
@@ -297,6 +351,14 @@ mod tests {
         let address = "127.0.0.1:7432".parse().unwrap();
         assert_eq!(gateway("127.0.0.1:7432"), Ok(Listen(Some(address))));
         assert!(gateway("localhost:7432").is_err());
+    }
+
+    #[test]
+    fn a_label_is_no_option_and_needs_no_quotes() {
+        assert!(filesystem_label("branchpool-1").is_ok());
+        for label in ["", "-f", "a b", "ä", &"x".repeat(256)] {
+            assert!(filesystem_label(label).is_err(), "{label}");
+        }
     }
 
     #[test]

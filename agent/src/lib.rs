@@ -11,6 +11,7 @@ pub mod journal;
 pub mod plan;
 pub mod postgres;
 pub mod preflight;
+pub mod prepare;
 pub mod sql;
 pub mod standalone;
 pub mod storage;

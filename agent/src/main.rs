@@ -6,8 +6,8 @@ mod serve;
 use std::{ffi::OsString, process::ExitCode};
 
 use branchpool_agent::{
-    cli::{Cli, Command},
-    preflight,
+    cli::{Cli, Command, PrepareNode},
+    preflight, prepare,
 };
 use branchpool_supervisor::{
     FD_VARIABLE,
@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         }
         Command::Standalone(options) => serve::standalone(*options),
         Command::Run(options) => serve::run(*options),
+        Command::PrepareNode(options) => prepare_node(options),
         Command::Preflight(options) => {
             let report = preflight::check(
                 &options.root,
@@ -45,6 +46,33 @@ fn main() -> ExitCode {
                     ExitCode::from(error.exit_code())
                 }
             }
+        }
+    }
+}
+
+fn prepare_node(options: PrepareNode) -> ExitCode {
+    let PrepareNode {
+        devices,
+        mount_point,
+        label,
+        count,
+        format,
+        dry_run,
+    } = options;
+    let wanted = prepare::plan::Wanted {
+        mount_point,
+        label,
+        count: count.map(usize::from),
+        format,
+    };
+    match prepare::prepare(&devices, &wanted, dry_run) {
+        Ok(done) => {
+            println!("{done}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("branchpool-agent: {error}");
+            ExitCode::from(error.exit_code())
         }
     }
 }

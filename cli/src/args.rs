@@ -24,8 +24,9 @@ be started.";
 /// Leases Postgres branches: private, writable copies of a prepared database, ready in
 /// milliseconds and gone when they are given back or their time is up.
 ///
-/// Talks to the node agent (`branchpool-agent standalone`). Also found by kubectl as `kubectl
-/// branch` when it is on the PATH.
+/// Talks to the cluster that kubectl talks to, by the same kubeconfig, context and namespace; with
+/// --server, or `BRANCHPOOL_SERVER` set, to a standalone agent. Called by kubectl as `kubectl branch`
+/// when it is on the PATH.
 #[derive(Debug, Parser)]
 #[command(name = "kubectl-branch", version, after_help = AFTER_HELP, arg_required_else_help = true)]
 pub(crate) struct Cli {
@@ -37,18 +38,25 @@ pub(crate) struct Cli {
 
 #[derive(Args, Debug)]
 pub(crate) struct Global {
-    #[allow(clippy::doc_markdown)] // A help text, not Markdown.
-    /// Address of the agent: unix:/PATH or http://HOST:PORT
+    #[allow(clippy::doc_markdown, rustdoc::bare_urls)] // A help text, not Markdown.
+    /// Talk to a standalone agent at unix:/PATH or http://HOST:PORT instead of a cluster [env: BRANCHPOOL_SERVER]
     #[arg(
         long,
         global = true,
-        env = "BRANCHPOOL_SERVER",
         value_name = "ADDRESS",
-        default_value = "unix:/run/branchpool/agent.sock"
+        conflicts_with_all = ["context", "kubeconfig", "all_namespaces"]
     )]
-    pub(crate) server: Target,
+    pub(crate) server: Option<Target>,
 
-    /// File with the bearer token that the agent wants on TCP
+    /// Context of the kubeconfig to use instead of the current one
+    #[arg(long, global = true, value_name = "NAME")]
+    pub(crate) context: Option<String>,
+
+    /// Kubeconfig file to use instead of KUBECONFIG or ~/.kube/config
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) kubeconfig: Option<PathBuf>,
+
+    /// File with the bearer token that a standalone agent wants on TCP
     #[arg(
         long,
         global = true,
@@ -57,11 +65,15 @@ pub(crate) struct Global {
     )]
     pub(crate) token_file: Option<PathBuf>,
 
-    /// Namespace of pools named without one; lists show this namespace only
+    /// Namespace of pools, and of leases; in a cluster the context's own without it
     #[arg(short, long, global = true, value_name = "NAMESPACE", value_parser = label)]
     pub(crate) namespace: Option<String>,
 
-    /// Print objects as the API gives them, times in milliseconds since 1970
+    /// List pools and leases of all namespaces of a cluster
+    #[arg(short = 'A', long, global = true, conflicts_with = "namespace")]
+    pub(crate) all_namespaces: bool,
+
+    /// Print objects as the API gives them; of a standalone agent, times in milliseconds since 1970
     #[arg(short, long, global = true, value_name = "FORMAT")]
     pub(crate) output: Option<Format>,
 }
@@ -123,7 +135,9 @@ pub(crate) enum Command {
         arguments: Vec<OsString>,
     },
 
-    /// Show the node: what it has, what it lacks, what holds it back
+    /// Show the node, or a cluster's nodes: what they have, what they lack, what holds them back
+    ///
+    /// Against a cluster the exit code is 1 when no node can hold branches.
     Status,
 
     /// Print a completion script for a shell
@@ -133,16 +147,16 @@ pub(crate) enum Command {
 
 const LEASE_HELP: &str = "\
 Without a command the URI and the id of the lease are printed, a line each, and the lease stays until it is \
-released or its time is up.
+released or its time is up. In a cluster the id is the name of a BranchLease.
 
-With a command these are set in its environment: DATABASE_URL, PGHOST, PGPORT, PGDATABASE, PGUSER, \
-PGSSLMODE and BRANCHPOOL_LEASE (the id). The lease is renewed while the command runs and released when it \
+With a command these are set in its environment: DATABASE_URL, PGHOST, PGPORT, PGDATABASE, PGUSER, PGPASSWORD, \
+PGSSLMODE, PGSSLROOTCERT and BRANCHPOOL_LEASE (the id), each that applies. The lease is renewed while the command runs and released when it \
 ends. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it.
 
 Examples:
   kubectl-branch lease shop -- make test
   kubectl-branch lease staging/shop --ttl 2h --holder 'review of #218'
-  kubectl-branch lease shop -o json | jq -r .uri
+  kubectl-branch lease shop | head -n 1
   kubectl-branch lease shop --id ci-job-7 --wait 5m -- sh -c 'psql \"$DATABASE_URL\" -f migrate.sql'";
 
 const PSQL_HELP: &str = "\
@@ -169,6 +183,10 @@ pub(crate) struct Lease {
     #[arg(long, value_name = "ID", value_parser = id)]
     pub(crate) id: Option<String>,
 
+    /// Place in the pool's queue, in a cluster
+    #[arg(long, value_name = "PRIORITY", ignore_case = true)]
+    pub(crate) priority: Option<Priority>,
+
     #[command(flatten)]
     pub(crate) wait: Wait,
 
@@ -179,9 +197,17 @@ pub(crate) struct Lease {
 
 #[derive(Args, Debug)]
 pub(crate) struct Wait {
-    /// How long to wait for a branch when none is ready; 0s: not at all
+    /// How long to wait for a branch when none is ready; 0s: not at all. A lease that has none by then is
+    /// given back
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse)]
     pub(crate) wait: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Priority {
+    High,
+    Medium,
+    Low,
 }
 
 /// A pool as it was typed.
@@ -193,7 +219,11 @@ pub(crate) struct PoolArg {
 
 impl PoolArg {
     /// `Err` with a sentence when the two namespaces differ.
-    pub(crate) fn resolve(&self, namespace: Option<&str>) -> Result<PoolName, String> {
+    pub(crate) fn resolve(
+        &self,
+        namespace: Option<&str>,
+        default: &str,
+    ) -> Result<PoolName, String> {
         let namespace = match (self.namespace.as_deref(), namespace) {
             (Some(typed), Some(option)) if typed != option => {
                 return Err(format!(
@@ -202,7 +232,7 @@ impl PoolArg {
                 ));
             }
             (Some(namespace), _) | (None, Some(namespace)) => namespace,
-            (None, None) => PoolName::DEFAULT_NAMESPACE,
+            (None, None) => default,
         };
         Ok(PoolName::new(namespace, &self.name))
     }
@@ -262,7 +292,7 @@ mod tests {
         assert_eq!(lease.ttl, Some(Duration::from_mins(90)));
         assert_eq!(lease.wait.wait, Duration::from_mins(1));
         assert_eq!(
-            lease.pool.resolve(None).unwrap(),
+            lease.pool.resolve(None, "default").unwrap(),
             PoolName::new("a", "shop")
         );
     }
@@ -281,6 +311,9 @@ mod tests {
             ("release", "required"),
             ("-n Prod ls", "DNS label"),
             ("--server ftp://a ls", "unix:/PATH"),
+            ("ls --server unix:/a --context test", "cannot be used with"),
+            ("ls -A -n a", "cannot be used with"),
+            ("lease shop --priority urgent", "possible values: high"),
             ("ls -o xml", "xml"),
             ("lease shop make test", "unexpected argument"),
         ] {
@@ -304,7 +337,7 @@ mod tests {
         let resolve = |text, option| {
             pool(text)
                 .unwrap()
-                .resolve(option)
+                .resolve(option, "default")
                 .map(|name| name.to_string())
         };
         assert_eq!(resolve("shop", None).unwrap(), "default/shop");

@@ -1,60 +1,50 @@
-//! What each command does.
+//! What is talked to, and then what each command does.
 
-use std::{ffi::OsString, fs, time::Duration};
-
-use branchpool_agent_api::{
-    Client, Lease, LeaseList, LeasePhase, LeaseRequest, PoolList, PoolName, RenewRequest,
-    ResetRequest, check, problem::reason,
-};
+use branchpool_agent_api::Target;
 use clap::CommandFactory;
-use rand::RngExt;
-use snafu::ResultExt;
 
 use crate::{
-    args::{self, Cli, Command, Global, PoolArg},
-    error::{
-        CliError, FinishedSnafu, NeitherLeaseNorPoolSnafu, NotReleasedSnafu, TokenFileSnafu,
-        UsageSnafu,
-    },
-    obtain::{obtain, pool_not_found},
-    output, run,
-    signals::Signals,
+    agent,
+    args::{Cli, Command, Global},
+    cluster,
+    error::{CliError, UsageSnafu},
+    output,
 };
+
+/// Names the standalone agent for every call of a shell.
+const SERVER: &str = "BRANCHPOOL_SERVER";
 
 pub(crate) async fn execute(cli: Cli) -> Result<(), CliError> {
     let Cli { global, command } = cli;
     if let Command::Completion { shell } = command {
         return completion(shell);
     }
-    let client = client(&global)?;
-    match command {
-        Command::Pools { name: None } => pools(&client, &global).await,
-        Command::Pools { name: Some(pool) } => one_pool(&client, &global, &pool).await,
-        Command::Lease(lease_args) => lease(&client, &global, lease_args).await,
-        Command::Ls => list(&client, &global).await,
-        Command::Renew { id, ttl } => renew(&client, &global, &id, ttl).await,
-        Command::Reset { id } => reset(&client, &global, &id).await,
-        Command::Release { ids } => release(&client, &global, &ids).await,
-        Command::Psql {
-            what,
-            wait,
-            arguments,
-        } => psql(&client, &global, &what, wait.wait, arguments).await,
-        Command::Status => {
-            let node = client.node().await?;
-            output::show(global.output, &node, || output::node(&node))
-        }
-        Command::Completion { .. } => Ok(()),
+    let from_environment = std::env::var(SERVER).ok().filter(|value| !value.is_empty());
+    match standalone(&global, from_environment)? {
+        Some(target) => agent::execute(target, &global, command).await,
+        None => cluster::execute(&global, command).await,
     }
 }
 
-fn client(global: &Global) -> Result<Client, CliError> {
-    let target = global.server.clone();
-    let Some(path) = &global.token_file else {
-        return Ok(Client::new(target));
-    };
-    let token = fs::read_to_string(path).context(TokenFileSnafu { path })?;
-    Ok(Client::with_token(target, token.trim())?)
+/// The standalone agent to talk to, `None` for the cluster. What is typed wins over the environment, and without
+/// either it is the cluster.
+fn standalone(
+    global: &Global,
+    from_environment: Option<String>,
+) -> Result<Option<Target>, CliError> {
+    if let Some(server) = &global.server {
+        return Ok(Some(server.clone()));
+    }
+    if global.context.is_some() || global.kubeconfig.is_some() || global.all_namespaces {
+        return Ok(None);
+    }
+    let parsed = from_environment.map(|address| address.parse()).transpose();
+    parsed.map_err(|why| {
+        UsageSnafu {
+            message: format!("{SERVER}: {why}"),
+        }
+        .build()
+    })
 }
 
 fn completion(shell: clap_complete::Shell) -> Result<(), CliError> {
@@ -63,199 +53,38 @@ fn completion(shell: clap_complete::Shell) -> Result<(), CliError> {
     output::print(&String::from_utf8_lossy(&script))
 }
 
-async fn pools(client: &Client, global: &Global) -> Result<(), CliError> {
-    let mut pools = client.pools().await?;
-    pools.retain(|pool| is_wanted(global, &pool.name));
-    pools.sort_by(|one, other| one.name.cmp(&other.name));
-    let list = PoolList { pools };
-    output::show(global.output, &list, || output::pools(&list.pools))
-}
-
-async fn one_pool(client: &Client, global: &Global, pool: &PoolArg) -> Result<(), CliError> {
-    let name = resolve(pool, global)?;
-    match client.pool(&name).await {
-        Ok(pool) => output::show(global.output, &pool, || output::pool(&pool)),
-        Err(error) if error.is(reason::POOL_NOT_FOUND) => Err(pool_not_found(client, &name).await),
-        Err(error) => Err(error.into()),
-    }
-}
-
-async fn lease(client: &Client, global: &Global, args: args::Lease) -> Result<(), CliError> {
-    let pool = resolve(&args.pool, global)?;
-    let id = args.id.unwrap_or_else(|| new_id(&pool));
-    let request = LeaseRequest {
-        pool,
-        ttl_seconds: args.ttl.map(|ttl| ttl.as_secs()),
-        holder: args.holder.or_else(this_user),
-        epoch: None,
-    };
-    let mut signals = Signals::catch()?;
-    let lease = obtain(client, &id, &request, args.wait.wait, &mut signals).await?;
-    if args.command.is_empty() {
-        return output::show(global.output, &lease, || {
-            format!("{}\n{}\n", lease.uri, lease.uid)
-        });
-    }
-    run::with_lease(client, &lease, args.ttl, &args.command, &mut signals).await
-}
-
-async fn list(client: &Client, global: &Global) -> Result<(), CliError> {
-    let mut leases = client.leases().await?;
-    leases.retain(|lease| is_wanted(global, &lease.pool));
-    leases.sort_by(|one, other| (one.bound_at, &one.uid).cmp(&(other.bound_at, &other.uid)));
-    let list = LeaseList { leases };
-    output::show(global.output, &list, || {
-        output::leases(&list.leases, output::now())
-    })
-}
-
-async fn renew(
-    client: &Client,
-    global: &Global,
-    id: &str,
-    ttl: Option<Duration>,
-) -> Result<(), CliError> {
-    let request = RenewRequest {
-        ttl_seconds: ttl.map(|ttl| ttl.as_secs()),
-        epoch: None,
-    };
-    let lease = client.renew(id, &request).await?;
-    output::show(global.output, &lease, || {
-        let left = output::span(output::now(), lease.expires_at);
-        format!("lease {id} renewed, expires in {left}\n")
-    })
-}
-
-async fn reset(client: &Client, global: &Global, id: &str) -> Result<(), CliError> {
-    let request = ResetRequest {
-        token: random(16),
-        epoch: None,
-    };
-    let lease = client.reset(id, &request).await?;
-    output::show(global.output, &lease, || {
-        format!("lease {id} reset, now on branch {}\n", lease.branch)
-    })
-}
-
-/// Goes on after a failure, so that one wrong id does not keep the other branches.
-async fn release(client: &Client, global: &Global, ids: &[String]) -> Result<(), CliError> {
-    let mut leases = Vec::new();
-    for id in ids {
-        match client.release(id, None).await {
-            Ok(lease) => {
-                if global.output.is_none() {
-                    output::print(&format!("lease {id} released\n"))?;
-                }
-                leases.push(lease);
-            }
-            Err(error) => eprintln!("error: {error}"),
-        }
-    }
-    let failed = ids.len() - leases.len();
-    if let Some(format) = global.output {
-        output::print(&output::formatted(format, &LeaseList { leases })?)?;
-    }
-    if failed == 0 {
-        return Ok(());
-    }
-    NotReleasedSnafu {
-        failed,
-        all: ids.len(),
-    }
-    .fail()
-}
-
-async fn psql(
-    client: &Client,
-    global: &Global,
-    what: &str,
-    wait: Duration,
-    arguments: Vec<OsString>,
-) -> Result<(), CliError> {
-    let mut command = vec![OsString::from("psql")];
-    command.extend(arguments);
-    let mut signals = Signals::catch()?;
-    if let Some(lease) = bound_lease(client, what).await? {
-        return run::command_alone(&lease, &command, &mut signals).await;
-    }
-    let neither = |why: String| NeitherLeaseNorPoolSnafu { what, why }.build();
-    let pool = args::pool(what).map_err(neither)?;
-    let pool = resolve(&pool, global)?;
-    let id = new_id(&pool);
-    let request = LeaseRequest {
-        pool,
-        ttl_seconds: None,
-        holder: this_user(),
-        epoch: None,
-    };
-    let lease = match obtain(client, &id, &request, wait, &mut signals).await {
-        Err(CliError::Agent { source }) if source.is(reason::POOL_NOT_FOUND) => {
-            return Err(neither(source.to_string()));
-        }
-        result => result?,
-    };
-    run::with_lease(client, &lease, None, &command, &mut signals).await
-}
-
-/// `None` when no lease has this id; an error when it has ended.
-async fn bound_lease(client: &Client, id: &str) -> Result<Option<Lease>, CliError> {
-    if check::uid(id).is_err() {
-        return Ok(None);
-    }
-    match client.get_lease(id).await {
-        Ok(lease) if lease.phase == LeasePhase::Bound => Ok(Some(lease)),
-        Ok(lease) => FinishedSnafu {
-            id,
-            phase: lease.phase,
-        }
-        .fail(),
-        Err(error) if error.is(reason::LEASE_NOT_FOUND) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-fn resolve(pool: &PoolArg, global: &Global) -> Result<PoolName, CliError> {
-    pool.resolve(global.namespace.as_deref())
-        .map_err(|message| UsageSnafu { message }.build())
-}
-
-fn is_wanted(global: &Global, pool: &PoolName) -> bool {
-    let namespace = global.namespace.as_ref();
-    namespace.is_none_or(|namespace| *namespace == pool.namespace)
-}
-
-/// Says where the lease is from, and is not met twice.
-fn new_id(pool: &PoolName) -> String {
-    format!("{}-{}", pool.name, random(8))
-}
-
-/// Letters and digits that are not mistaken for one another.
-fn random(length: usize) -> String {
-    const LETTERS: &[u8; 31] = b"abcdefghjkmnpqrstuvwxyz23456789";
-    let mut random = rand::rng();
-    (0..length)
-        .map(|_| char::from(LETTERS[random.random_range(..LETTERS.len())]))
-        .collect()
-}
-
-/// `USER@HOST`, so that `ls` says who holds what.
-fn this_user() -> Option<String> {
-    let user = std::env::var("USER").ok()?;
-    let system = rustix::system::uname();
-    let holder = format!("{user}@{}", system.nodename().to_string_lossy());
-    check::holder(&holder).is_ok().then_some(holder)
-}
-
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
 
+    fn target(line: &str, environment: Option<&str>) -> Option<String> {
+        let words = ["kubectl-branch"].into_iter().chain(line.split(' '));
+        let cli = Cli::try_parse_from(words).unwrap();
+        let target = standalone(&cli.global, environment.map(str::to_owned)).unwrap();
+        target.map(|target| target.to_string())
+    }
+
     #[test]
-    fn ids_are_accepted_by_the_agent_and_differ() {
-        let pool = PoolName::new("default", "x".repeat(63));
-        let (one, other) = (new_id(&pool), new_id(&pool));
-        assert_eq!(check::uid(&one), Ok(()));
-        assert_ne!(one, other);
-        assert_eq!(check::reset_token(&random(16)), Ok(()));
+    fn what_is_talked_to_follows_from_what_was_typed() {
+        const SOCKET: &str = "unix:/run/branchpool/agent.sock";
+        assert_eq!(target("ls", None), None);
+        assert_eq!(target("ls", Some(SOCKET)).as_deref(), Some(SOCKET));
+        assert_eq!(
+            target("ls --server unix:/a", Some(SOCKET)).as_deref(),
+            Some("unix:/a")
+        );
+        for line in ["ls --context test", "ls --kubeconfig /a", "ls -A"] {
+            assert_eq!(target(line, Some(SOCKET)), None, "{line}");
+        }
+        let words = ["kubectl-branch", "ls"];
+        let cli = Cli::try_parse_from(words).unwrap();
+        let refused = standalone(&cli.global, Some("ftp://a".to_owned())).unwrap_err();
+        assert!(
+            refused.to_string().starts_with("BRANCHPOOL_SERVER: "),
+            "{refused}"
+        );
+        assert_eq!(refused.exit_code(), 2);
     }
 }

@@ -5,13 +5,16 @@ use std::{ffi::OsString, io, path::PathBuf, time::Duration};
 use branchpool_agent_api::{ClientError, LeasePhase, PoolName};
 use snafu::Snafu;
 
-use crate::duration;
+use crate::{cluster::ClusterError, duration};
 
 #[derive(Debug, Snafu)]
 #[snafu(visibility(pub(crate)))]
 pub(crate) enum CliError {
     #[snafu(transparent)]
     Agent { source: ClientError },
+
+    #[snafu(transparent)]
+    Cluster { source: ClusterError },
 
     #[snafu(display("{message}"))]
     Usage { message: String },
@@ -75,7 +78,10 @@ impl CliError {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Usage { .. } => 2,
-            Self::NotReady { .. } => 3,
+            Self::NotReady { .. }
+            | Self::Cluster {
+                source: ClusterError::NotReady { .. },
+            } => 3,
             Self::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             Self::Spawn { .. } => 126,
             Self::Code { code } => *code,

@@ -1,11 +1,13 @@
 //! `kubectl-branch`: leases of Postgres branches from the command line.
 
+mod agent;
 mod args;
+mod cluster;
 mod commands;
 mod duration;
 mod environment;
 mod error;
-mod obtain;
+mod names;
 mod output;
 mod progress;
 mod run;

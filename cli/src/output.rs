@@ -51,7 +51,10 @@ pub(crate) fn show<T: Serialize>(
     }
 }
 
-fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
+pub(crate) fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
     let mut table = Table::new();
     table
         .load_style(presets::NOTHING)
@@ -65,7 +68,24 @@ fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [Stri
 }
 
 pub(crate) fn pools(pools: &[PoolStatus]) -> String {
-    if pools.is_empty() {
+    pool_table(pools.iter().map(|pool| {
+        let golden_phase = format!("{:?}", pool.golden.phase);
+        let sealed = pool.golden.phase == GoldenPhase::Sealed;
+        [
+            pool.name.namespace.clone(),
+            pool.name.name.clone(),
+            format!("{}/{}", pool.ready, pool.desired),
+            pool.warming.to_string(),
+            pool.leased.to_string(),
+            pool.max_branches.to_string(),
+            golden(sealed, pool.golden.generation, &golden_phase),
+            status(&pool.conditions),
+        ]
+    }))
+}
+
+pub(crate) fn pool_table(rows: impl ExactSizeIterator<Item = [String; 8]>) -> String {
+    if rows.len() == 0 {
         return "No pools found.\n".to_owned();
     }
     let header = [
@@ -78,31 +98,20 @@ pub(crate) fn pools(pools: &[PoolStatus]) -> String {
         "GOLDEN",
         "STATUS",
     ];
-    let rows = pools.iter().map(|pool| {
-        [
-            pool.name.namespace.clone(),
-            pool.name.name.clone(),
-            format!("{}/{}", pool.ready, pool.desired),
-            pool.warming.to_string(),
-            pool.leased.to_string(),
-            pool.max_branches.to_string(),
-            golden(pool),
-            status(&pool.conditions),
-        ]
-    });
     table(header, rows)
 }
 
-fn golden(pool: &PoolStatus) -> String {
-    match (pool.golden.phase, pool.golden.generation) {
-        (GoldenPhase::Sealed, generation) => generation.to_string(),
-        (phase, 0) => format!("{phase:?}"),
-        (phase, generation) => format!("{generation} ({phase:?})"),
+/// Generation of the image in use, and what is done about the next one.
+pub(crate) fn golden(sealed: bool, generation: u64, phase: &str) -> String {
+    match (sealed, generation) {
+        (true, generation) => generation.to_string(),
+        (false, 0) => phase.to_owned(),
+        (false, generation) => format!("{generation} ({phase})"),
     }
 }
 
 /// `Ready`, or the reason why not.
-fn status(conditions: &[Condition]) -> String {
+pub(crate) fn status(conditions: &[Condition]) -> String {
     match conditions
         .iter()
         .find(|condition| condition.kind == "Ready")
@@ -125,7 +134,7 @@ pub(crate) fn pool(pool: &PoolStatus) -> String {
     text
 }
 
-fn conditions(conditions: &[Condition]) -> String {
+pub(crate) fn conditions(conditions: &[Condition]) -> String {
     let rows = conditions.iter().map(|condition| {
         [
             condition.kind.clone(),
@@ -137,11 +146,8 @@ fn conditions(conditions: &[Condition]) -> String {
     table(["CONDITION", "STATUS", "REASON", "MESSAGE"], rows)
 }
 
-pub(crate) fn leases(leases: &[Lease], now: u64) -> String {
-    if leases.is_empty() {
-        return "No leases found.\n".to_owned();
-    }
-    let rows = leases.iter().map(|lease| {
+pub(crate) fn agent_leases(found: &[Lease], now: u64) -> String {
+    leases(found.iter().map(|lease| {
         let phase = match &lease.reason {
             Some(reason) => format!("{:?} ({reason})", lease.phase),
             None => format!("{:?}", lease.phase),
@@ -157,7 +163,13 @@ pub(crate) fn leases(leases: &[Lease], now: u64) -> String {
             last_used(lease, now),
             lease.holder.clone().unwrap_or_else(|| "<none>".to_owned()),
         ]
-    });
+    }))
+}
+
+pub(crate) fn leases(rows: impl ExactSizeIterator<Item = [String; 7]>) -> String {
+    if rows.len() == 0 {
+        return "No leases found.\n".to_owned();
+    }
     let header = [
         "ID",
         "POOL",

@@ -117,10 +117,10 @@ new    default/shop   Bound                abcdefghijklm   2m5s   27m55s       0
 old    default/shop   Expired              abcdefghijklm   2m5s   0s           <unknown>   <unknown>   <none>
 ";
     assert_eq!(
-        leases(&[lease("l1"), restarting, unused, expired], 1_125_000),
+        agent_leases(&[lease("l1"), restarting, unused, expired], 1_125_000),
         expected
     );
-    assert_eq!(leases(&[], 0), "No leases found.\n");
+    assert_eq!(agent_leases(&[], 0), "No leases found.\n");
 }
 
 #[test]

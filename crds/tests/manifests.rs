@@ -274,3 +274,13 @@ proptest! {
         let _ = load_manifests(&[("a", &text), ("b", &more), ("c", CONFIG_MAP)]);
     }
 }
+
+/// What the chart tells to do next works as it is.
+#[test]
+fn the_pool_in_the_notes_of_the_chart_is_valid() {
+    let notes = include_str!("../../charts/branchpool/templates/NOTES.txt");
+    let (_, rest) = notes.split_once("<<'EOF'\n").unwrap();
+    let (manifest, _) = rest.split_once("\nEOF\n").unwrap();
+    let loaded = load_manifests(&[("NOTES.txt", manifest)]).unwrap();
+    assert_eq!(loaded.pools.len(), 1);
+}

@@ -6,6 +6,8 @@ use std::{ffi::OsString, os::unix::ffi::OsStringExt, path::PathBuf};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mount {
     pub(crate) id: u64,
+    /// Directory of the filesystem that is mounted.
+    pub(crate) root: PathBuf,
     pub(crate) point: PathBuf,
     pub(crate) filesystem: String,
     pub(crate) source: String,
@@ -23,7 +25,8 @@ fn parse_line(line: &str) -> Option<Mount> {
     let (of_mount, of_filesystem) = line.split_once(" - ")?;
     let mut of_mount = of_mount.split(' ');
     let id = of_mount.next()?.parse().ok()?;
-    let point = unescape(of_mount.nth(3)?).into();
+    let root = unescape(of_mount.nth(2)?).into();
+    let point = unescape(of_mount.next()?).into();
     let mount_options = of_mount.next()?;
     let mut of_filesystem = of_filesystem.split(' ');
     let filesystem = of_filesystem.next()?.to_owned();
@@ -38,6 +41,7 @@ fn parse_line(line: &str) -> Option<Mount> {
         .collect();
     Some(Mount {
         id,
+        root,
         point,
         filesystem,
         source,
@@ -76,6 +80,7 @@ mod tests {
         let mounts = parse(table);
         assert_eq!(mounts.len(), 1);
         assert_eq!(mounts[0].id, 36);
+        assert_eq!(mounts[0].root, PathBuf::from("/"));
         assert_eq!(mounts[0].point, PathBuf::from("/mnt/a b"));
         assert_eq!(mounts[0].filesystem, "btrfs");
         assert_eq!(mounts[0].source, "/dev/loop0");

@@ -5,17 +5,24 @@ use std::{
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
 };
 
 use rustix::{fs::FlockOperation, io::Errno, mount::UnmountFlags};
-use snafu::{OptionExt, ResultExt, Snafu, ensure};
+use snafu::{ResultExt, Snafu, ensure};
+
+use super::tool::{self, Tool};
 
 /// Bytes below which Btrfs has no room for its own structures and a few branches.
 pub const MIN_SIZE: u64 = 256 << 20;
 
-/// Daemons and unprivileged shells often lack the sbin directories.
-const TOOL_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+const MOUNT: Tool = Tool {
+    name: "mount",
+    package: "mount",
+};
+const LOSETUP: Tool = Tool {
+    name: "losetup",
+    package: "mount",
+};
 const SUPERBLOCK: u64 = 0x1_0000;
 const SUPERBLOCK_MAGIC: &[u8; 8] = b"_BHRfS_M";
 /// A loop device that was found may clear itself before it is mounted.
@@ -25,22 +32,8 @@ const MOUNT_ATTEMPTS: usize = 3;
 pub enum Error {
     #[snafu(display("an image of {size} bytes is too small; give at least {MIN_SIZE} bytes"))]
     TooSmall { size: u64 },
-    #[snafu(display("{tool} is not installed; install the Debian package {package}"))]
-    ToolMissing {
-        tool: &'static str,
-        package: &'static str,
-    },
-    #[snafu(display("cannot run {tool}: {source}"))]
-    ToolNotRun {
-        tool: &'static str,
-        source: io::Error,
-    },
-    #[snafu(display("{tool} failed for {path:?}: {message}"))]
-    ToolFailed {
-        tool: &'static str,
-        path: PathBuf,
-        message: String,
-    },
+    #[snafu(display("{source}"), context(false))]
+    Tool { source: tool::Error },
     #[snafu(display(
         "{path:?} is not a Btrfs image; move it away, or give another path for the image"
     ))]
@@ -168,11 +161,7 @@ impl LoopFile {
             path: &partial,
         })?;
         // A second copy of the metadata in the same file would only be written twice.
-        run(
-            Tool {
-                name: "mkfs.btrfs",
-                package: "btrfs-progs",
-            },
+        Tool::MKFS.run(
             &[
                 "--quiet",
                 "--force",
@@ -212,16 +201,13 @@ impl LoopFile {
                 Some(device) => ("noatime", Path::new(device)),
                 None => ("noatime,loop", self.image.as_path()),
             };
-            let mounted = run(
-                Tool {
-                    name: "mount",
-                    package: "mount",
-                },
+            let mounted = MOUNT.run(
                 &["-t", "btrfs", "-o", options],
                 &[source, &self.mount_point],
             );
             if mounted.is_ok() || device.is_none() || attempt == MOUNT_ATTEMPTS {
-                return mounted.map(drop);
+                mounted?;
+                return Ok(());
             }
             attempt += 1;
         }
@@ -229,11 +215,7 @@ impl LoopFile {
 
     /// The loop device that the image is attached to.
     fn loop_device(&self) -> Result<Option<String>, Error> {
-        let output = run(
-            Tool {
-                name: "losetup",
-                package: "mount",
-            },
+        let output = LOSETUP.run(
             &["--noheadings", "--raw", "--output", "NAME", "--associated"],
             &[&self.image],
         )?;
@@ -267,80 +249,4 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     name.into()
-}
-
-#[derive(Clone, Copy)]
-struct Tool {
-    name: &'static str,
-    package: &'static str,
-}
-
-/// Runs a tool and returns what it printed. The paths are absolute, so none looks like an option.
-fn run(tool: Tool, options: &[&str], paths: &[&Path]) -> Result<String, Error> {
-    let Tool {
-        name: tool,
-        package,
-    } = tool;
-    let result = Command::new(tool)
-        .args(options)
-        .args(paths)
-        .env("PATH", TOOL_PATH)
-        .env("LC_ALL", "C")
-        .stdin(Stdio::null())
-        .output();
-    let output = match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return ToolMissingSnafu { tool, package }.fail();
-        }
-        other => other.context(ToolNotRunSnafu { tool })?,
-    };
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let path = paths.first().context(ToolMissingSnafu { tool, package })?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let mut message: String = lines
-        .collect::<Vec<_>>()
-        .join("; ")
-        .chars()
-        .take(500)
-        .collect();
-    if message.is_empty() {
-        message = output.status.to_string();
-    }
-    ToolFailedSnafu {
-        tool,
-        path: *path,
-        message,
-    }
-    .fail()
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_missing_tool_names_its_package() {
-        let tool = Tool {
-            name: "mkfs.of-no-filesystem",
-            package: "some-progs",
-        };
-        let error = run(tool, &[], &[Path::new("/")]).unwrap_err();
-        let expected =
-            "mkfs.of-no-filesystem is not installed; install the Debian package some-progs";
-        assert_eq!(error.to_string(), expected);
-    }
-
-    #[test]
-    fn a_failing_tool_is_quoted() {
-        let tool = Tool {
-            name: "losetup",
-            package: "mount",
-        };
-        let error = run(tool, &["--no-such-option"], &[Path::new("/")]).unwrap_err();
-        assert!(error.to_string().contains("--no-such-option"), "{error}");
-    }
 }

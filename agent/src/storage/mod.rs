@@ -7,6 +7,7 @@ pub mod layout;
 pub mod loopfile;
 pub mod scan;
 pub mod space;
+pub mod tool;
 pub mod tree;
 
 pub use branches::{Branches, Deletion};

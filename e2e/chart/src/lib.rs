@@ -1,0 +1,1 @@
+//! Tests of `charts/branchpool`, with the real Helm; see `tests/chart`.
