@@ -4,17 +4,33 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-# Arguments for the programs behind `test` and `bench`, such as TEST_ARGS="-p branchpool-crds".
+# Arguments for the programs behind `test`, `bench` and `cluster`, such as TEST_ARGS="-p branchpool-crds".
 TEST_ARGS ?=
 BENCH_ARGS ?= all
+CLUSTER_ARGS ?=
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: demo
 demo: setup ## Start one node, lease branches of a sample database, show that they are separate (root)
 	@scripts/demo
+
+.PHONY: cluster
+cluster: ## Leave a Kubernetes with two nodes, the chart and a sample pool running here (root)
+	@scripts/setup cluster
+	@scripts/build-kubernetes >/dev/null
+	@cargo run --quiet --locked --package branchpool-e2e-kubernetes --bin branchpool-cluster -- up $(CLUSTER_ARGS)
+
+.PHONY: cluster-down
+cluster-down: ## Remove that cluster
+	@cargo run --quiet --locked --package branchpool-e2e-kubernetes --bin branchpool-cluster -- down
+
+.PHONY: images
+images: ## Build the images of operator and agent as OCI archives in target/images (root)
+	@scripts/setup cluster
+	@scripts/build-images --release
 
 .PHONY: test
 test: ## Run every test, against real Btrfs and real Postgres, with real drivers (root)

@@ -108,8 +108,13 @@ impl Api {
             etcd_peers: port()?,
         };
         let mut api = Self::new(programs, state, space, &endpoints).await?;
-        api.run().await?;
-        Ok(api)
+        match api.run().await {
+            Ok(()) => Ok(api),
+            Err(error) => {
+                api.keep_logs();
+                Err(error)
+            }
+        }
     }
 
     pub(crate) async fn new(

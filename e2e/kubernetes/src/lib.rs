@@ -10,6 +10,7 @@
 pub mod api;
 mod cgroup;
 pub mod cluster;
+pub mod detached;
 pub mod images;
 mod network;
 pub mod node;
@@ -23,4 +24,5 @@ pub mod state;
 mod target;
 
 pub use api::Api;
-pub use cluster::{Cluster, Options};
+pub use cluster::{Cluster, Options, Own};
+pub use programs::Programs;

@@ -16,7 +16,7 @@ pub(crate) const ETCD_PORTS: [u16; 2] = [2379, 2380];
 /// The networks of one cluster among those on this machine. They are of the range for benchmarks,
 /// which no one routes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Addresses {
+pub(crate) struct Addresses {
     number: u8,
 }
 
@@ -31,17 +31,17 @@ impl Addresses {
     }
 
     /// This machine, as the cluster sees it.
-    pub fn host(self) -> Ipv4Addr {
+    pub(crate) fn host(self) -> Ipv4Addr {
         self.at(254)
     }
 
     /// Where the apiserver is.
-    pub fn control_plane(self) -> Ipv4Addr {
+    pub(crate) fn control_plane(self) -> Ipv4Addr {
         self.at(1)
     }
 
     /// Nodes are counted from 1.
-    pub fn node(self, index: u8) -> Ipv4Addr {
+    pub(crate) fn node(self, index: u8) -> Ipv4Addr {
         self.at(10 + index)
     }
 

@@ -30,7 +30,7 @@ impl Programs {
     pub(crate) const API: [&str; 3] = ["etcd", "kube-apiserver", "kubectl"];
 
     /// Builds what is missing, which takes minutes on a fresh machine; an empty list is all of them.
-    pub(crate) async fn ready(names: &[&str]) -> Result<Self, Error> {
+    pub async fn ready(names: &[&str]) -> Result<Self, Error> {
         let script = target::checkout().join("scripts/build-kubernetes");
         let output = Command::new(&script)
             .args(names)

@@ -182,7 +182,7 @@ impl Drop for Space {
 }
 
 /// Runs a command to its end and gives what it printed.
-pub(crate) async fn run(mut command: Command) -> Result<String, Error> {
+pub async fn run(mut command: Command) -> Result<String, Error> {
     let shown = shown(&command);
     let output = command
         .kill_on_drop(true)

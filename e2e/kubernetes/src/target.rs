@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// The root of the checkout.
-pub fn checkout() -> &'static Path {
+pub(crate) fn checkout() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .ancestors()
         .nth(2)
@@ -11,7 +11,7 @@ pub fn checkout() -> &'static Path {
 }
 
 /// `kubernetes` in Cargo's target directory, as scripts/build-kubernetes takes it.
-pub fn directory() -> PathBuf {
+pub(crate) fn directory() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
     checkout().join(target).join("kubernetes")
 }

@@ -1,0 +1,3 @@
+module branchpool.dev/e2e/kubernetes/pause
+
+go 1.24.0

@@ -1,0 +1,180 @@
+//! What is left of a cluster: nothing, however it ended. Needs root.
+#![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::{BufRead, BufReader},
+    process::{Child, Command, Stdio},
+};
+
+use branchpool_e2e_kubernetes::{Cluster, Options};
+
+/// In a process of its own, this starts a cluster and waits to be killed.
+const VICTIM: &str = "E2E_LEFTOVERS_VICTIM";
+const READY: &str = "the victim's cluster is ready";
+
+/// Everything on this machine that a cluster could leave.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Machine {
+    interfaces: BTreeSet<String>,
+    cgroups: BTreeSet<String>,
+    loop_devices: BTreeSet<String>,
+    mounts: BTreeSet<String>,
+    processes: BTreeSet<String>,
+    namespaces: usize,
+}
+
+impl Machine {
+    fn now() -> Self {
+        Self {
+            interfaces: names("/sys/class/net", "branchpool"),
+            cgroups: hierarchies()
+                .iter()
+                .flat_map(|root| names(root, "branchpool-e2e-"))
+                .collect(),
+            loop_devices: lines(
+                &[
+                    "losetup",
+                    "--list",
+                    "--noheadings",
+                    "--output",
+                    "NAME,BACK-FILE",
+                ],
+                "/clusters/",
+            ),
+            mounts: lines(&["cat", "/proc/self/mountinfo"], "/kubernetes/clusters/"),
+            processes: programs(),
+            namespaces: namespaces(),
+        }
+    }
+}
+
+fn names(directory: &str, prefix: &str) -> BTreeSet<String> {
+    fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with(prefix))
+        .collect()
+}
+
+fn lines(command: &[&str], part: &str) -> BTreeSet<String> {
+    let output = Command::new(command[0])
+        .args(&command[1..])
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines()
+        .filter(|line| line.contains(part))
+        .map(str::to_owned)
+        .collect()
+}
+
+fn hierarchies() -> BTreeSet<String> {
+    let text = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    text.lines()
+        .filter(|line| line.contains(" - cgroup"))
+        .map(|line| line.split(' ').nth(4).unwrap().to_owned())
+        .collect()
+}
+
+/// Processes that only a cluster has, by name and id.
+fn programs() -> BTreeSet<String> {
+    let ours = ["etcd", "kube-", "kubelet", "containerd", "coredns", "pause"];
+    fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| {
+            let directory = entry.ok()?.path();
+            let name = fs::read_to_string(directory.join("comm")).ok()?;
+            let is_ours = ours.iter().any(|start| name.starts_with(start));
+            is_ours.then(|| format!("{} {}", directory.display(), name.trim()))
+        })
+        .collect()
+}
+
+/// Network namespaces that a process lives in.
+fn namespaces() -> usize {
+    let all: BTreeSet<_> = fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| fs::read_link(entry.ok()?.path().join("ns/net")).ok())
+        .collect();
+    all.len()
+}
+
+fn without_images() -> Options {
+    Options::default()
+}
+
+fn start_victim() -> Child {
+    let mut victim = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "victim", "--nocapture"])
+        .env(VICTIM, "1")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let output = BufReader::new(victim.stdout.take().unwrap());
+    let ready = output.lines().any(|line| line.unwrap().contains(READY));
+    assert!(ready, "the victim has no cluster");
+    victim
+}
+
+#[tokio::test]
+async fn victim() {
+    if std::env::var_os(VICTIM).is_some() {
+        let _cluster = Cluster::start(without_images()).await.unwrap();
+        println!("{READY}");
+        std::future::pending::<()>().await;
+    }
+}
+
+/// One test, so that no other starts a cluster meanwhile.
+#[tokio::test]
+async fn nothing_is_left_after_an_end_and_after_a_kill() {
+    if std::env::var_os("E2E_KUBECONFIG").is_some() {
+        println!("skipped on a cluster that was given: it is not the harness's to kill");
+        return;
+    }
+    let before = Machine::now();
+    let cluster = Cluster::start(without_images()).await.unwrap();
+    let during = Machine::now();
+    assert_ne!(before.interfaces, during.interfaces);
+    assert_ne!(before.cgroups, during.cgroups);
+    assert_ne!(before.loop_devices, during.loop_devices);
+    assert_ne!(before.processes, during.processes);
+    drop(cluster);
+    assert_eq!(before, settled(&before), "after an end in order");
+
+    let mut victim = start_victim();
+    victim.kill().unwrap();
+    victim.wait().unwrap();
+    let cluster = Cluster::start(without_images()).await.unwrap();
+    let nodes = cluster
+        .kubectl(&["get", "nodes", "--output=name"])
+        .await
+        .unwrap();
+    assert_eq!(nodes.lines().count(), 2);
+    let after = Machine::now();
+    assert_eq!(
+        after.interfaces.len(),
+        before.interfaces.len() + 1,
+        "{after:?}"
+    );
+    assert_eq!(
+        after.loop_devices.len(),
+        before.loop_devices.len() + 2,
+        "{after:?}"
+    );
+    drop(cluster);
+    assert_eq!(before, settled(&before), "after a kill and an end in order");
+}
+
+/// The kernel takes down a network after the last process has left it.
+fn settled(wanted: &Machine) -> Machine {
+    for _ in 0..200 {
+        if Machine::now() == *wanted {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    Machine::now()
+}
