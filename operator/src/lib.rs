@@ -1,0 +1,3 @@
+//! The operator: custom resources in, orders to the node agents out.
+
+pub mod plan;
