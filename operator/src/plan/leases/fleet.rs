@@ -105,6 +105,10 @@ impl Fleet {
         agent.pools = stocks;
     }
 
+    pub(super) fn resumed(&mut self, node: &NodeName) {
+        self.agent(node).link = Link::Synced;
+    }
+
     pub(super) fn silent(&mut self, node: &NodeName, now: Millis) {
         let agent = self.agent(node);
         if matches!(agent.link, Link::Synced) {

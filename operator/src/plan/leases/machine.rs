@@ -264,12 +264,24 @@ impl Machine {
                     self.touched.insert(uid);
                 }
             }
+            AgentEvent::Resumed => {
+                self.fleet.resumed(node);
+                self.touch_at(node);
+                self.queues.all_dirty();
+            }
             AgentEvent::Silent => {
                 self.fleet.silent(node, now);
-                let affected = self.entries.values().filter(|entry| entry.home() == Some(node));
-                self.touched.extend(affected.map(|entry| entry.uid.clone()));
+                self.touch_at(node);
             }
         }
+    }
+
+    /// Leases that have something to do with the node.
+    fn touch_at(&mut self, node: &NodeName) {
+        let affected = self.entries.values().filter(|entry| {
+            entry.home() == Some(node) || entry.records.contains_key(node)
+        });
+        self.touched.extend(affected.map(|entry| entry.uid.clone()));
     }
 
     fn tick(&mut self, now: Millis) {

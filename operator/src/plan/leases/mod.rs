@@ -72,6 +72,8 @@ pub enum AgentEvent {
     Lease(Box<Lease>),
     /// By the agent's id.
     LeaseGone(String),
+    /// The watch goes on where it ended; nothing was missed.
+    Resumed,
     /// The watch ended, and what was known may be old.
     Silent,
 }
