@@ -29,7 +29,7 @@ const PROBE: &str = "branchpool-guard-probe";
 
 /// Cheap to clone.
 #[derive(Clone)]
-pub struct Cluster {
+pub(crate) struct Cluster {
     client: Client,
     writes: Arc<Semaphore>,
     metrics: Metrics,
@@ -64,7 +64,7 @@ pub(crate) fn describe(error: &kube::Error) -> String {
 }
 
 impl Cluster {
-    pub fn new(client: Client, writes: u32, metrics: Metrics) -> Self {
+    pub(crate) fn new(client: Client, writes: u32, metrics: Metrics) -> Self {
         Self {
             client,
             writes: Arc::new(Semaphore::new(writes as usize)),
@@ -72,7 +72,7 @@ impl Cluster {
         }
     }
 
-    pub fn client(&self) -> Client {
+    pub(crate) fn client(&self) -> Client {
         self.client.clone()
     }
 

@@ -50,7 +50,7 @@ type Gauges<L> = Family<L, Gauge<i64, AtomicI64>>;
 
 /// Cheap to clone; clones share the same numbers.
 #[derive(Clone, Debug)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     registry: Arc<Registry>,
     queued: Gauges<Pool>,
     leases: Gauges<Phase>,
@@ -200,7 +200,7 @@ impl Metrics {
     }
 
     /// In the `OpenMetrics` text format.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         // Writing into a string does not fail.
         let _ = encode(&mut text, &self.registry);
