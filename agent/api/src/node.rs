@@ -127,6 +127,19 @@ pub struct PoolProbe {
     pub tombstones_max_bytes: u64,
 }
 
+/// What an agent that an operator has certified trusts and shows. CAs are named by the SHA-256 of their
+/// certificates, in hexadecimal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TrustStatus {
+    /// The CAs that it accepts the operator's certificate of; first the one that signs.
+    pub trusts: Vec<String>,
+    /// The CA of the certificate that it shows.
+    pub issuer: String,
+    /// End of that certificate, in milliseconds since 1970.
+    pub expires_at: u64,
+}
+
 /// Answer of `GET /v1/node`. `docs/probe.md` maps its fields to those of the reference's probe.
 // Each bool is a fact of its own on the wire, not a state that an enum could name.
 #[allow(clippy::struct_excessive_bools)]
@@ -171,4 +184,7 @@ pub struct NodeStatus {
     pub session_driver: String,
     /// Wait for a preconnected session to close before it is cut.
     pub session_close_timeout_ms: u64,
+    /// Absent on a node without an operator, and before the first certificate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trust: Option<TrustStatus>,
 }

@@ -27,7 +27,7 @@ use std::{
     time::Duration,
 };
 
-use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport};
+use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport, TrustStatus};
 use branchpool_sys::{
     cgroup::{self, Base},
     probe::{self, Feature},
@@ -96,6 +96,17 @@ impl Error {
     }
 }
 
+/// What is known of an operator.
+#[derive(Debug, Default)]
+enum Operator {
+    #[default]
+    None,
+    Known {
+        /// Why it has not certified this agent, or not anew.
+        problem: Option<String>,
+    },
+}
+
 /// A running engine. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -108,6 +119,7 @@ pub struct Engine {
     journal: Journal,
     /// What is wrong with the manifests of a standalone agent.
     manifests: Arc<Mutex<Option<String>>>,
+    operator: Arc<Mutex<Operator>>,
     cgroups: Base,
     sql: Sql,
 }
@@ -206,6 +218,7 @@ impl Engine {
             events,
             journal,
             manifests: Arc::default(),
+            operator: Arc::default(),
             cgroups,
             sql: Sql::new(config.sql),
         })
@@ -265,6 +278,13 @@ impl Engine {
             .manifests
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+
+    /// What an operator has certified, and why not, or not anew. From the first report on the node is ready
+    /// only with a certificate.
+    pub fn report_operator(&self, trust: Option<TrustStatus>, problem: Option<String>) {
+        *self.operator.lock().unwrap_or_else(PoisonError::into_inner) = Operator::Known { problem };
+        self.log.trust(trust);
     }
 
     /// Counts the generations of a pool that no API server counts: up with each change.

@@ -183,6 +183,7 @@ pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStat
         write_queries: QueueProbe::default(),
         session_driver: "native".to_owned(),
         session_close_timeout_ms: 200,
+        trust: None,
     }
 }
 

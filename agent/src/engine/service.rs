@@ -12,7 +12,7 @@ use branchpool_agent_api::{
 
 use subtle::ConstantTimeEq;
 
-use super::{Engine, desired};
+use super::{Engine, Operator, desired};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
@@ -285,6 +285,13 @@ impl Service for Engine {
             node.conditions
                 .push(Condition::new("Manifests", false, "Refused", &message));
         }
+        if let Some(certified) = self.certified(&node) {
+            let condition = match certified {
+                Ok(()) => Condition::new("Certified", true, "Enrolled", "the operator can call"),
+                Err(why) => Condition::new("Certified", false, "NotEnrolled", &why),
+            };
+            node.conditions.push(condition);
+        }
         node
     }
 
@@ -390,10 +397,27 @@ impl Service for Engine {
 
     fn readiness(&self) -> Result<(), String> {
         let node = self.log.known_node();
-        if node.ready {
-            Ok(())
-        } else {
-            Err("the agent is stopping".to_owned())
+        if !node.ready {
+            return Err("the agent is stopping".to_owned());
         }
+        self.certified(&node).unwrap_or(Ok(()))
+    }
+}
+
+impl Engine {
+    /// Whether the operator can call; `None` where there is no operator.
+    fn certified(&self, node: &NodeStatus) -> Option<Result<(), String>> {
+        let operator = self.operator.lock().unwrap_or_else(PoisonError::into_inner);
+        let Operator::Known { problem } = &*operator else {
+            return None;
+        };
+        let now = self.world.clock.now().wall;
+        let state = match &node.trust {
+            Some(trust) if now < trust.expires_at => return Some(Ok(())),
+            Some(_) => "the certificate of the operator has expired",
+            None => "the operator has issued no certificate yet",
+        };
+        let why = problem.as_deref().unwrap_or("it has not been asked");
+        Some(Err(format!("{state}: {why}")))
     }
 }

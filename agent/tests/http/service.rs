@@ -311,5 +311,6 @@ pub(crate) fn node() -> NodeStatus {
         write_queries: QueueProbe::default(),
         session_driver: "native".to_owned(),
         session_close_timeout_ms: 0,
+        trust: None,
     }
 }

@@ -23,7 +23,7 @@ use serde_json::Value;
 use crate::{
     message::{Reply, Request},
     postgres::Postgres,
-    raw::Running,
+    raw::{Running, local},
     service::InMemory,
 };
 
@@ -42,7 +42,7 @@ impl Node {
         let postgres = Postgres::start().await;
         let service = InMemory::with(limits);
         service.sql_target("shop", postgres.target());
-        let tcp = Some("127.0.0.1:0".parse().unwrap());
+        let tcp = Some(local());
         let agent = Running::serve(service, |options| options.tcp = tcp).await;
         Self { postgres, agent }
     }

@@ -1,5 +1,6 @@
 //! `POST /sql` byte by byte; [`crate::driver`] has the driver itself.
 
+use branchpool_agent::http::Tcp;
 use serde_json::{Value, json};
 
 use crate::{
@@ -146,8 +147,10 @@ async fn the_password_is_the_token_of_this_door_alone() {
     let token = directory.path().join("token");
     std::fs::write(&token, "0123456789abcdef").unwrap();
     let agent = crate::Running::serve(service, |options| {
-        options.tcp = Some("127.0.0.1:0".parse().unwrap());
-        options.token_file = Some(token);
+        options.tcp = Some(Tcp::Plain {
+            address: "127.0.0.1:0".parse().unwrap(),
+            token_file: Some(token),
+        });
     })
     .await;
     let node = Node { postgres, agent };

@@ -22,12 +22,15 @@ mod loop_btrfs;
 #[path = "../http/message.rs"]
 mod message;
 mod node;
+mod operator;
 mod reboot;
 mod reload;
 mod sql;
 mod starvation;
 mod stop;
 mod takeover;
+#[path = "../../../trust/tests/support/mod.rs"]
+mod trust;
 
 pub(crate) fn agent_binary() -> std::path::PathBuf {
     env!("CARGO_BIN_EXE_branchpool-agent").into()

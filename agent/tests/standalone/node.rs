@@ -1,5 +1,7 @@
 //! A real standalone agent on a real Btrfs in a file, with real Postgres.
 
+#[path = "node/addresses.rs"]
+mod addresses;
 #[path = "node/processes.rs"]
 mod processes;
 #[path = "node/sql.rs"]
@@ -55,6 +57,8 @@ pub(crate) struct Setup {
     pub(crate) args: Vec<String>,
     /// A command that runs the agent as its only child, with arguments.
     pub(crate) wrapper: Vec<&'static str>,
+    /// With an operator in place of manifests: the branch filesystem.
+    pub(crate) operated: Option<PathBuf>,
 }
 
 impl Setup {
@@ -65,6 +69,7 @@ impl Setup {
             gateway: "none",
             args: Vec::new(),
             wrapper: Vec::new(),
+            operated: None,
         }
     }
 }
@@ -79,6 +84,12 @@ pub(crate) struct Node {
 impl Node {
     /// Started, and answering.
     pub(crate) async fn start(setup: Setup) -> Self {
+        let mut node = Self::launched(setup);
+        node.wait_serving().await;
+        node
+    }
+
+    pub(crate) fn launched(setup: Setup) -> Self {
         let dir = tempfile::Builder::new().prefix("bpn").tempdir().unwrap();
         // The servers' users pass through.
         fs::set_permissions(
@@ -98,7 +109,6 @@ impl Node {
             client,
         };
         node.launch();
-        node.wait_serving().await;
         node
     }
 
@@ -118,16 +128,21 @@ impl Node {
         let agent = crate::agent_binary();
         let agent = agent.to_str().expect("paths of builds should be UTF-8");
         let words = [self.setup.wrapper.as_slice(), &[agent]].concat();
-        let child = Command::new(words[0])
-            .args(&words[1..])
-            .arg("standalone")
-            .arg("-f")
-            .arg(self.manifest_dir())
-            .arg("--data-dir")
-            .arg(self.dir.path().join("data"))
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]);
+        match &self.setup.operated {
+            Some(root) => command.arg("run").arg("--root").arg(root),
+            None => command
+                .arg("standalone")
+                .arg("-f")
+                .arg(self.manifest_dir())
+                .arg("--data-dir")
+                .arg(self.dir.path().join("data"))
+                .args(["--size", self.setup.size]),
+        };
+        let child = command
             .arg("--run-dir")
             .arg(self.dir.path().join("run"))
-            .args(["--size", self.setup.size])
             .args(["--gateway", self.setup.gateway])
             .args(&self.setup.args)
             .stdin(Stdio::null())
@@ -214,20 +229,6 @@ impl Node {
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
-    }
-
-    /// Where the HTTP API is on TCP, by the log of the last start.
-    pub(crate) fn tcp_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
-        address.split(')').next().unwrap().to_owned()
-    }
-
-    /// Where the gateway is, by the log of the last start.
-    pub(crate) fn gateway_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("gateway=Some(").expect("it has a gateway");
-        address.split(')').next().unwrap().to_owned()
     }
 
     pub(crate) fn supervisor_pid(&self) -> u32 {
