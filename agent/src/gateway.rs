@@ -29,6 +29,8 @@ pub enum Error {
     Own { source: OwnError },
     #[snafu(display("the CA's certificate cannot be written to {}: {source}", path.display()))]
     Publish { path: PathBuf, source: io::Error },
+    #[snafu(display("what clients are to trust cannot be read from {}: {source}", path.display()))]
+    ReadAuthority { path: PathBuf, source: io::Error },
 }
 
 /// What the command line says.
@@ -90,10 +92,7 @@ impl Gateway {
 
     pub fn reach(&self) -> Reach {
         let mut parameters = vec![("sslmode", "verify-full".to_owned())];
-        let trusted = match &self.options.certificate {
-            Certificate::Own => Some(&self.authority),
-            Certificate::Files { authority, .. } => authority.as_ref(),
-        };
+        let trusted = self.trusted();
         parameters.extend(trusted.map(|path| ("sslrootcert", path.display().to_string())));
         Reach::Gateway {
             host: self.host.clone(),
@@ -116,6 +115,22 @@ impl Gateway {
                 publish(path, &own.certificate).context(PublishSnafu { path })?;
                 Ok(own.identities)
             }
+        }
+    }
+
+    /// What clients are to trust; `None`: what their system trusts. Call it after `identities`.
+    pub fn authority(&self) -> Result<Option<String>, Error> {
+        let Some(path) = self.trusted() else {
+            return Ok(None);
+        };
+        let read = fs::read_to_string(path).context(ReadAuthoritySnafu { path })?;
+        Ok(Some(read))
+    }
+
+    fn trusted(&self) -> Option<&Path> {
+        match &self.options.certificate {
+            Certificate::Own => Some(&self.authority),
+            Certificate::Files { authority, .. } => authority.as_deref(),
         }
     }
 

@@ -221,16 +221,20 @@ async fn serve(root: &Path, common: Common, caller: Caller) -> Result<(), Error>
     let until = |mut stopped: watch::Receiver<()>| async move {
         let _asked_or_dropped = stopped.changed().await;
     };
-    let serving = tokio::spawn(server.serve(engine.clone(), until(stopped.clone())));
     let gateway = match gateway {
         Some(gateway) => {
             let tls = gateway.identities(&layout, &node).await?;
+            // Ahead of the first lease, whose answer tells it.
+            if let Some(authority) = gateway.authority()? {
+                engine.set_authority(authority);
+            }
             let (directory, metrics) = engine.gateway();
-            let serving = gateway.serve(directory, metrics, tls, until(stopped));
+            let serving = gateway.serve(directory, metrics, tls, until(stopped.clone()));
             Some(tokio::spawn(serving))
         }
         None => None,
     };
+    let serving = tokio::spawn(server.serve(engine.clone(), until(stopped)));
     let mut upkeep = tokio::spawn(upkeep.run());
     let outcome = tokio::select! {
         () = terminate.next() => Ok(()),

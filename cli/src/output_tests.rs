@@ -18,6 +18,7 @@ pub(crate) fn lease(id: &str) -> Lease {
         database: "app".to_owned(),
         user: "app_owner".to_owned(),
         password: None,
+        ca: None,
         uri: "postgresql://app_owner@/app?host=/run/branchpool/e/abc".to_owned(),
         socket: "/run/e".to_owned(),
         holder: None,

@@ -127,6 +127,10 @@ pub struct Lease {
     /// Only in answers about this one lease while it is bound, and only for the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub password: Option<String>,
+    /// Certificates in PEM that clients of the gateway are to trust; absent: those of their system.
+    /// Only in answers that tell the password.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ca: Option<String>,
     /// `postgresql://…` with everything that a driver needs, the password where that is told.
     pub uri: String,
     /// Directory of the branch's Unix socket, for those on the node whom the server lets in there.

@@ -19,6 +19,8 @@ pub mod reason {
     pub const INVALID_FIELD: &str = "InvalidField";
     /// Postgres refused a query; `postgres` holds its error.
     pub const POSTGRES_ERROR: &str = "PostgresError";
+    /// A newer leader has commanded the node; `epoch` holds its number.
+    pub const STALE_EPOCH: &str = "StaleEpoch";
     pub const TOO_MANY_WATCHERS: &str = "TooManyWatchers";
 }
 
@@ -58,6 +60,9 @@ pub struct Problem {
     /// When a retry may work, in milliseconds from now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<u64>,
+    /// Of the newest leader, where a command came from an older one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
     /// What Postgres said, where it refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub postgres: Option<Box<SqlError>>,
@@ -78,6 +83,7 @@ impl Problem {
             detail: detail.into(),
             errors: Vec::new(),
             retry_after_ms: None,
+            epoch: None,
             postgres: None,
         }
     }
@@ -125,6 +131,12 @@ impl Problem {
             reason::POOL_NOT_FOUND,
             format!("there is no pool {wanted}; {others}"),
         )
+    }
+
+    #[must_use]
+    pub fn with_epoch(mut self, epoch: u64) -> Self {
+        self.epoch = Some(epoch);
+        self
     }
 
     #[must_use]

@@ -317,6 +317,11 @@ impl Engine {
         (directory, self.world.metrics.gateway.clone())
     }
 
+    /// What clients of the gateway are to trust, for answers about leases; told once.
+    pub fn set_authority(&self, pem: String) {
+        let _told_before = self.world.authority.set(pem);
+    }
+
     /// The supervisor is gone, and with it every start of a server.
     pub async fn supervisor_lost(&self) {
         self.world.supervisor.closed().await;

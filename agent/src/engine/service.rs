@@ -35,7 +35,7 @@ impl Refusal {
             Self::TtlTooLong { .. } => reason::INVALID_FIELD,
             Self::LifetimeOver { .. } => "LifetimeOver",
             Self::TooManyLeases { .. } => "TooManyLeases",
-            Self::StaleEpoch { .. } => "StaleEpoch",
+            Self::StaleEpoch { .. } => reason::STALE_EPOCH,
             Self::StaleGeneration { .. } => "StaleGeneration",
             Self::NameTaken { .. } => "NameTaken",
             Self::Draining => "Draining",
@@ -112,7 +112,8 @@ impl From<Refusal> for Problem {
                 format!(
                     "the command is of epoch {given}, and a leader of epoch {current} has taken over"
                 ),
-            ),
+            )
+            .with_epoch(current),
             Refusal::StaleGeneration {
                 pool,
                 given,
@@ -181,7 +182,10 @@ impl Engine {
         let endpoint = lease.endpoint.parse().ok();
         let password = endpoint.and_then(|endpoint| self.world.addresses.password(&endpoint));
         match password {
-            Some(password) => lease.with_password(password),
+            Some(password) => Lease {
+                ca: self.world.authority.get().cloned(),
+                ..lease.with_password(password)
+            },
             None => lease,
         }
     }

@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -98,6 +98,8 @@ pub(super) struct World {
     pub(super) hand_outs: Precedence,
     pub(super) reclaim_turn: Arc<tokio::sync::Semaphore>,
     pub(super) metrics: Metrics,
+    /// What clients of the gateway are to trust, in PEM.
+    pub(super) authority: OnceLock<String>,
     events: mpsc::Sender<Event>,
     hand_overs: mpsc::UnboundedSender<HandOver>,
     cgroups: Base,
@@ -157,6 +159,7 @@ impl World {
             hand_outs: Precedence::new(),
             reclaim_turn: Arc::new(tokio::sync::Semaphore::new(1)),
             metrics: parts.metrics,
+            authority: OnceLock::new(),
             events: parts.events,
             hand_overs: parts.hand_overs,
             cgroups: parts.cgroups,

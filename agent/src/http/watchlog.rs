@@ -196,7 +196,12 @@ impl WatchLog {
             log: self.clone(),
             position,
             wake: self.inner.wake.subscribe(),
-            bookmark_at: Instant::now() + BOOKMARK_AFTER,
+            // Who goes on from where it was hears at once that it can.
+            bookmark_at: if position.is_some() {
+                Instant::now()
+            } else {
+                Instant::now() + BOOKMARK_AFTER
+            },
             _permit: permit,
         })
     }
@@ -272,7 +277,7 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// The next event, a bookmark after 15 s without one, or `None` when the log is closed. Safe to
+    /// The next event, a bookmark after 15 s without one (at once to who continues and missed nothing), or `None` when the log is closed. Safe to
     /// drop and call again.
     pub async fn next(&mut self) -> Option<Arc<WatchEvent>> {
         loop {

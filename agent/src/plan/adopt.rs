@@ -291,8 +291,9 @@ impl Node {
                 continue;
             };
             if !lease.is_bound() {
-                let forget_at = lease.forget_at.unwrap_or(now.mono);
-                self.lease_times.insert((forget_at, uid));
+                if let Some(forget_at) = lease.forget_at {
+                    self.lease_times.insert((forget_at, uid));
+                }
                 continue;
             }
             let serves = self.branches.get(&lease.branch).is_some_and(

@@ -156,7 +156,8 @@ impl Node {
                 epoch,
             } => {
                 self.check_epoch(epoch, effects)?;
-                self.lease(token, uid, &pool, ttl, holder, now, effects)
+                let led = epoch.is_some();
+                self.lease(token, uid, &pool, ttl, holder, led, now, effects)
             }
             Command::Renew { uid, ttl, epoch } => {
                 self.check_epoch(epoch, effects)?;

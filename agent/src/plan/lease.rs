@@ -42,6 +42,8 @@ pub struct LeaseState {
     pub message: Option<String>,
     pub reset_token: Option<String>,
     pub restarts: u32,
+    /// A leader took it: it is forgotten only when a leader says so, for something else may hang on it.
+    pub led: bool,
     /// When a finished lease is forgotten.
     pub forget_at: Option<Millis>,
 }
@@ -71,6 +73,7 @@ impl LeaseState {
             message: self.message.clone(),
             reset_token: self.reset_token.clone(),
             restarts: self.restarts,
+            led: self.led,
             forget_at: self.forget_at.map(wall),
         }
     }
@@ -97,6 +100,7 @@ impl LeaseState {
             message: record.message,
             reset_token: record.reset_token,
             restarts: record.restarts,
+            led: record.led,
         }
     }
 
@@ -120,6 +124,7 @@ impl LeaseState {
             database: self.database.clone(),
             user: address.user,
             password: None,
+            ca: None,
             socket: socket.to_owned(),
             holder: self.holder.clone(),
             bound_at: self.bound_at,

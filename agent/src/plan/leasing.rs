@@ -17,6 +17,7 @@ impl Node {
         name: &PoolName,
         ttl: Option<Millis>,
         holder: Option<String>,
+        led: bool,
         now: Now,
         effects: &mut Effects,
     ) -> Result<(), Refusal> {
@@ -83,6 +84,7 @@ impl Node {
             message: None,
             reset_token: None,
             restarts: 0,
+            led,
             forget_at: None,
         };
         self.hand_over(id, &uid, effects);
@@ -289,11 +291,12 @@ impl Node {
         let (delay, mode) = pool.map_or((0, StopMode::Immediate), |pool| {
             (pool.spec.cleanup.start_delay, pool.spec.cleanup.stop_mode)
         });
-        let forget_at = now.mono.saturating_add(retain);
         self.lease_times.remove(&(lease.deadline, uid.clone()));
-        self.lease_times.insert((forget_at, uid.clone()));
+        lease.forget_at = (!lease.led).then(|| now.mono.saturating_add(retain));
+        if let Some(forget_at) = lease.forget_at {
+            self.lease_times.insert((forget_at, uid.clone()));
+        }
         lease.phase = phase;
-        lease.forget_at = Some(forget_at);
         lease.reason = why.as_ref().map(|(reason, _)| (*reason).to_owned());
         lease.message = why.map(|(_, message)| message);
         let (branch, endpoint) = (lease.branch, lease.endpoint);

@@ -90,6 +90,8 @@ pub struct LeaseRecord {
     pub message: Option<String>,
     pub reset_token: Option<String>,
     pub restarts: u32,
+    #[serde(default)]
+    pub led: bool,
     /// Wall-clock time at which a finished lease is forgotten.
     pub forget_at: Option<u64>,
 }

@@ -240,6 +240,7 @@ pub(crate) fn lease(uid: &str, request: &LeaseRequest) -> Lease {
         database: "app".to_owned(),
         user: "app".to_owned(),
         password: None,
+        ca: None,
         uri: "postgresql:///app?host=/run/e".to_owned(),
         socket: "/run/e".to_owned(),
         holder: request.holder.clone(),

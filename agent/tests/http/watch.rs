@@ -114,9 +114,14 @@ async fn changes_wake_every_watcher() {
     for _ in 0..8 {
         let mut watcher = log.subscribe(Some(since(1))).unwrap();
         watchers.spawn(async move {
-            for expected in 2..1002 {
+            let mut expected = 2;
+            while expected < 1002 {
                 let event = watcher.next().await.unwrap();
-                assert_eq!(event.revision, expected);
+                // A watcher that continues and missed nothing hears that first.
+                if event.change != Change::Bookmark {
+                    assert_eq!(event.revision, expected);
+                    expected += 1;
+                }
             }
         });
     }

@@ -1,0 +1,73 @@
+//! A `BranchLease` as plain values.
+
+use branchpool_agent_api::PoolName;
+use branchpool_crds::{BranchLease, BranchLeaseStatus, ConnectionSecret, Priority};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::ObjectRef;
+use crate::plan::{Millis, queue::Rank};
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct LeaseObject {
+    pub id: ObjectRef,
+    pub generation: i64,
+    /// `resourceVersion`, which API servers count up.
+    pub version: u64,
+    pub created: Millis,
+    /// Somebody else's finalizer may still hold it.
+    pub deleting: bool,
+    pub pool: PoolName,
+    pub ttl: Option<Millis>,
+    pub priority: Priority,
+    pub holder: Option<String>,
+    pub renew_time: Option<Millis>,
+    pub reset_token: Option<String>,
+    /// To be a branch of another lease's branch.
+    pub from_lease: bool,
+    /// It gets a Secret.
+    pub wants_secret: bool,
+    pub status: BranchLeaseStatus,
+}
+
+pub(super) fn millis(time: &Time) -> Millis {
+    Millis::try_from(time.0.as_millisecond()).unwrap_or(0)
+}
+
+impl LeaseObject {
+    /// `None`: it lacks what API servers give to each object.
+    pub fn read(lease: BranchLease) -> Option<Self> {
+        let (metadata, spec) = (lease.metadata, lease.spec);
+        let namespace = metadata.namespace?;
+        Some(Self {
+            pool: PoolName::new(namespace.clone(), spec.pool_ref.name),
+            id: ObjectRef {
+                namespace,
+                name: metadata.name?,
+                uid: metadata.uid?.into(),
+            },
+            generation: metadata.generation.unwrap_or(0),
+            version: metadata
+                .resource_version
+                .and_then(|version| version.parse().ok())
+                .unwrap_or(0),
+            created: metadata.creation_timestamp.as_ref().map_or(0, millis),
+            deleting: metadata.deletion_timestamp.is_some(),
+            ttl: spec.ttl.map(|ttl| ttl.as_millis()),
+            priority: spec.priority,
+            holder: spec.holder,
+            renew_time: spec.renew_time.as_ref().map(millis),
+            reset_token: spec.reset_token,
+            from_lease: spec.from.is_some(),
+            wants_secret: spec.connection_secret == ConnectionSecret::Create,
+            status: lease.status.unwrap_or_default(),
+        })
+    }
+
+    pub(super) fn rank(&self) -> Rank {
+        Rank {
+            priority: self.priority,
+            created: self.created,
+            uid: self.id.uid.clone(),
+        }
+    }
+}
