@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use branchpool_agent_api::Lease;
 
+use tokio_postgres::error::SqlState;
+
 use super::{connect, connect_as, node, refusal, started};
 use crate::node::{ask, pool};
 
@@ -97,7 +99,7 @@ async fn a_role_that_a_user_made_logs_in_to_its_branch_alone() {
     let who = "SELECT session_user::text || ' ' || count(*) FROM items";
     assert_eq!(ask(&client, who).await.unwrap(), "some.one 3");
     let denied = client.batch_execute("DELETE FROM items").await.unwrap_err();
-    assert_eq!(denied.code().map(|code| code.code()), Some("42501"));
+    assert_eq!(denied.code().map(SqlState::code), Some("42501"));
     let told = node.client.get_lease("a").await.unwrap();
     assert_eq!(told.connections, Some(2));
     // Its connection can be cancelled like any other.
@@ -110,7 +112,7 @@ async fn a_role_that_a_user_made_logs_in_to_its_branch_alone() {
     let tls = super::trusting(&node.run_dir().join("ca.crt"));
     cancel.cancel_query(tls).await.unwrap();
     let cancelled = sleeping.await.unwrap().unwrap_err();
-    assert_eq!(cancelled.code().map(|code| code.code()), Some("57014"));
+    assert_eq!(cancelled.code().map(SqlState::code), Some("57014"));
 
     for (lease, password) in [(&lease, "wrong"), (&other, "their own")] {
         let refused = refusal(connect_as(&node, &at(lease), password).await);
