@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use branchpool_agent_api::Lease;
-
 use tokio_postgres::error::SqlState;
 
 use super::{connect, connect_as, node, refusal, started};
