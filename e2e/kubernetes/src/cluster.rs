@@ -230,18 +230,14 @@ impl Own {
             node.run().await?;
         }
         apply(self.api.kubectl(), COREDNS).await?;
-        let nodes: Vec<_> = self
-            .nodes
-            .iter()
-            .map(|node| format!("node/{}", node.name()))
-            .collect();
-        // The first waits until they have registered.
-        for condition in ["create", "condition=Ready"] {
-            let mut command = self.api.kubectl();
-            command
-                .args(["wait", WAIT, &format!("--for={condition}")])
-                .args(&nodes);
-            space::run(command).await?;
+        for node in &self.nodes {
+            let name = format!("node/{}", node.name());
+            // The first waits until it has registered; kubectl does that for one object only.
+            for condition in ["create", "condition=Ready"] {
+                let mut command = self.api.kubectl();
+                command.args(["wait", WAIT, &format!("--for={condition}"), &name]);
+                space::run(command).await?;
+            }
         }
         let mut command = self.api.kubectl();
         command.args([

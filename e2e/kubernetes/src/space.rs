@@ -76,7 +76,7 @@ const FIRST_PROCESS: &str = r#"
 exec 9>&2 2>>"$LOG"
 read -r pid _ </proc/self/stat
 mount -t proc proc /proc
-eval "$SETUP"
+eval "$SETUP" >&2
 echo "$pid"
 exec >&2
 if read -r _; then sleep infinity & wait; fi
