@@ -166,7 +166,7 @@ pub(crate) fn agent_leases(found: &[Lease], now: u64) -> String {
     }))
 }
 
-pub(crate) fn leases(rows: impl ExactSizeIterator<Item = [String; 7]>) -> String {
+pub(crate) fn leases(rows: impl ExactSizeIterator<Item = [String; 9]>) -> String {
     if rows.len() == 0 {
         return "No leases found.\n".to_owned();
     }
