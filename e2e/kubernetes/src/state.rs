@@ -22,6 +22,7 @@ const DETACHED: &str = "cluster";
 const LOCK: &str = "lock";
 const CGROUP: &str = "cgroup";
 const PROCESSES: &str = "processes";
+const MAKER: &str = "maker";
 /// How long processes that were killed may take to let go of files.
 const REMOVE_LIMIT: Duration = Duration::from_secs(30);
 const REMOVE_INTERVAL: Duration = Duration::from_millis(50);
@@ -48,6 +49,8 @@ pub enum Error {
 pub(crate) struct State {
     directory: PathBuf,
     lock: File,
+    /// Another lock, which is this process's alone.
+    _maker: File,
     detached: bool,
     keep_logs: bool,
 }
@@ -72,9 +75,13 @@ impl State {
         if try_lock(&lock, &lock_path)? {
             make(&directory)?;
             make(&directory.join("logs"))?;
+            let path = directory.join(MAKER);
+            let maker = open_lock(&path)?;
+            maker.lock().context(FileSnafu { step: "lock", path })?;
             Ok(Self {
                 directory,
                 lock,
+                _maker: maker,
                 detached: false,
                 keep_logs: false,
             })
@@ -196,13 +203,33 @@ fn sweep(all: &Path) -> Result<File, Error> {
         if path.extension().is_none_or(|extension| extension != LOCK) {
             continue;
         }
+        let directory = path.with_extension("");
         let lock = open_lock(&path)?;
-        if try_lock(&lock, &path)? {
-            let directory = path.with_extension("");
+        if try_lock(&lock, &path)? || is_dying(&directory)? && lock_within(&lock, &path)? {
             remove(&directory)?;
         }
     }
     Ok(guard)
+}
+
+/// Whether its maker has been killed, and its processes are on their way.
+fn is_dying(directory: &Path) -> Result<bool, Error> {
+    let path = directory.join(MAKER);
+    if !path.exists() || directory.join(PROCESSES).exists() {
+        return Ok(false);
+    }
+    try_lock(&open_lock(&path)?, &path)
+}
+
+fn lock_within(lock: &File, path: &Path) -> Result<bool, Error> {
+    let deadline = Instant::now() + REMOVE_LIMIT;
+    while Instant::now() < deadline {
+        if try_lock(lock, path)? {
+            return Ok(true);
+        }
+        std::thread::sleep(REMOVE_INTERVAL);
+    }
+    Ok(false)
 }
 
 /// The lock file goes last: what is not finished is found again.
