@@ -15,10 +15,12 @@ use std::{
 use branchpool_sys::process;
 use snafu::{ResultExt, Snafu};
 
-use crate::{cgroup, space::END_LIMIT, target};
+use crate::{
+    cgroup,
+    space::{self, END_LIMIT},
+    target,
+};
 
-/// Name of the cluster that `make cluster` leaves running.
-const DETACHED: &str = "cluster";
 const LOCK: &str = "lock";
 const CGROUP: &str = "cgroup";
 const PROCESSES: &str = "processes";
@@ -61,12 +63,8 @@ impl State {
         Self::create(&format!("test-{:08x}", rand::random::<u32>()))
     }
 
-    /// For the one cluster that may stay.
-    pub(crate) fn of_detached() -> Result<Self, Error> {
-        Self::create(DETACHED)
-    }
-
-    fn create(name: &str) -> Result<Self, Error> {
+    /// For one that may stay, and is found by its name.
+    pub(crate) fn create(name: &str) -> Result<Self, Error> {
         let all = directories()?;
         let _one_at_a_time = sweep(&all)?;
         let directory = all.join(name);
@@ -153,8 +151,8 @@ impl Drop for State {
 }
 
 /// The directory of the detached cluster while it runs.
-pub(crate) fn running() -> Result<Option<PathBuf>, Error> {
-    let directory = directories()?.join(DETACHED);
+pub(crate) fn running(name: &str) -> Result<Option<PathBuf>, Error> {
+    let directory = directories()?.join(name);
     let path = lock_of(&directory);
     if !path.exists() {
         return Ok(None);
@@ -164,22 +162,27 @@ pub(crate) fn running() -> Result<Option<PathBuf>, Error> {
 }
 
 /// Ends the detached cluster and removes what it was. `false`: there was none.
-pub(crate) fn remove_detached() -> Result<bool, Error> {
-    let Some(directory) = running()? else {
+pub(crate) fn remove_detached(name: &str) -> Result<bool, Error> {
+    let Some(directory) = running(name)? else {
         sweep(&directories()?)?;
         return Ok(false);
     };
     if let Ok(name) = fs::read_to_string(directory.join(CGROUP)) {
         cgroup::thaw_all(&name)?;
     }
-    // They live: the lock is theirs.
     let path = directory.join(PROCESSES);
-    let list = fs::read_to_string(&path).context(FileSnafu { step: "read", path })?;
+    let list = fs::read_to_string(&path).unwrap_or_default();
     for pid in list.lines().filter_map(|line| line.parse().ok()) {
-        let pidfd = process::open(pid).context(KillSnafu)?;
-        process::signal(&pidfd, 9).context(KillSnafu)?;
-        process::wait(&pidfd, Some(END_LIMIT)).context(KillSnafu)?;
+        // One that has ended is what is wanted; its number may be another's by now.
+        if let Ok(pidfd) = process::open(pid)
+            && space::is_first_process(pid)
+        {
+            process::signal(&pidfd, 9).context(KillSnafu)?;
+            process::wait(&pidfd, Some(END_LIMIT)).context(KillSnafu)?;
+        }
     }
+    // Without it this counts as one whose maker was killed, and is waited for.
+    let _ = fs::remove_file(&path);
     sweep(&directories()?)?;
     Ok(true)
 }

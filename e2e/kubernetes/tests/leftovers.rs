@@ -177,6 +177,38 @@ async fn nothing_is_left_after_an_end_and_after_a_kill() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
     let nodes = cluster.kubectl(&["get", "nodes", "--output=name"]).await;
     assert_eq!(nodes.unwrap(), "node/node-1\nnode/node-2\n");
+    let kubectl = cluster.own().unwrap().api.programs().path("kubectl");
     drop(cluster);
     assert_eq!(Machine::left_since(&before), Machine::default());
+
+    let name = format!("detached-{}", std::process::id());
+    let printed = cluster_program(&["up", "--empty", "--name", &name]);
+    let kubeconfig = printed.split("KUBECONFIG=").nth(1).unwrap();
+    let kubeconfig = kubeconfig.lines().next().unwrap();
+    let again = cluster_program(&["up", "--empty", "--name", &name]);
+    assert_eq!(printed, again, "one that runs should be named again");
+    let nodes = Command::new(kubectl)
+        .args(["get", "nodes", "--output=name", "--kubeconfig", kubeconfig])
+        .output()
+        .unwrap();
+    assert_eq!(nodes.stdout, b"node/node-1\nnode/node-2\n");
+    assert_eq!(
+        cluster_program(&["down", "--name", &name]),
+        "the cluster is gone\n"
+    );
+    assert_eq!(Machine::left_since(&before), Machine::default());
+    assert_eq!(
+        cluster_program(&["down", "--name", &name]),
+        "there was no cluster\n"
+    );
+}
+
+fn cluster_program(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_branchpool-cluster"))
+        .args(arguments)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    String::from_utf8(output.stdout).unwrap()
 }
