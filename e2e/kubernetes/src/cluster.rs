@@ -105,7 +105,7 @@ impl Cluster {
     pub async fn start(options: Options) -> Result<Self, Error> {
         match std::env::var_os(GIVEN).filter(|path| !path.is_empty()) {
             Some(path) => Self::given(path.into()).await,
-            None => Self::from_own(Own::start(State::bound, options).await?),
+            None => Ok(Self::from_own(Own::start(State::bound, options).await?)),
         }
     }
 
@@ -118,13 +118,13 @@ impl Cluster {
         })
     }
 
-    fn from_own(own: Own) -> Result<Self, Error> {
-        Ok(Self {
+    fn from_own(own: Own) -> Self {
+        Self {
             kubeconfig: own.api.kubeconfig().to_owned(),
             client: Handle(own.api.client()),
             programs: own.api.programs().clone(),
             own: Some(own),
-        })
+        }
     }
 
     /// The harness's hands on the cluster; none when it was given.

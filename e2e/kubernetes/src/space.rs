@@ -181,6 +181,14 @@ impl Drop for Space {
     }
 }
 
+/// Whether the process is the first of a space.
+pub(crate) fn is_first_process(pid: u32) -> bool {
+    std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
+        let text = String::from_utf8_lossy(&line);
+        text.starts_with("bash") && text.contains(FIRST_PROCESS)
+    })
+}
+
 /// Runs a command to its end and gives what it printed.
 pub async fn run(mut command: Command) -> Result<String, Error> {
     let shown = shown(&command);

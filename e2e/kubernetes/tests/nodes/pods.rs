@@ -230,8 +230,13 @@ pub(crate) async fn a_pod_makes_a_snapshot_on_its_node(cluster: &Cluster) -> Don
     Ok(())
 }
 
-/// The file that docs/images.md shows, as it stands.
 pub(crate) async fn an_extension_is_one_package_on_top(cluster: &Cluster) -> Done {
+    let shown = include_str!("../../../../docs/images.md");
+    let containerfile = include_str!("../../../../examples/extension/Containerfile");
+    assert!(
+        shown.contains(&format!("```dockerfile\n{containerfile}```\n")),
+        "docs/images.md does not show examples/extension/Containerfile"
+    );
     let script = "cd /tmp\n\
         bin=/usr/lib/postgresql/15/bin\n\
         $bin/initdb --pgdata=data --auth=trust >/dev/null\n\
