@@ -147,7 +147,18 @@ pub(crate) fn conditions(conditions: &[Condition]) -> String {
 }
 
 pub(crate) fn agent_leases(found: &[Lease], now: u64) -> String {
-    leases(found.iter().map(|lease| {
+    let header = [
+        "ID",
+        "POOL",
+        "PHASE",
+        "BRANCH",
+        "AGE",
+        "EXPIRES-IN",
+        "CLIENTS",
+        "LAST-USED",
+        "HOLDER",
+    ];
+    let rows = found.iter().map(|lease| {
         let phase = match &lease.reason {
             Some(reason) => format!("{:?} ({reason})", lease.phase),
             None => format!("{:?}", lease.phase),
@@ -163,24 +174,17 @@ pub(crate) fn agent_leases(found: &[Lease], now: u64) -> String {
             last_used(lease, now),
             lease.holder.clone().unwrap_or_else(|| "<none>".to_owned()),
         ]
-    }))
+    });
+    leases(header, rows)
 }
 
-pub(crate) fn leases(rows: impl ExactSizeIterator<Item = [String; 7]>) -> String {
+pub(crate) fn leases<const N: usize>(
+    header: [&str; N],
+    rows: impl ExactSizeIterator<Item = [String; N]>,
+) -> String {
     if rows.len() == 0 {
         return "No leases found.\n".to_owned();
     }
-    let header = [
-        "ID",
-        "POOL",
-        "PHASE",
-        "BRANCH",
-        "AGE",
-        "EXPIRES-IN",
-        "CLIENTS",
-        "LAST-USED",
-        "HOLDER",
-    ];
     table(header, rows)
 }
 

@@ -6,7 +6,8 @@ use std::{
     time::Duration,
 };
 
-use branchpool_agent_api::{Client, ClientError, Target};
+use branchpool_agent_api::{Client, ClientError, Target, client::Tls};
+use branchpool_trust::{OperatorIdentity, agent_name};
 use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, core::DeserializeGuard};
@@ -30,17 +31,32 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const GOOD: Duration = Duration::from_secs(10);
 
 /// How the operator reaches an agent.
-pub trait Connect: Send + Sync + 'static {
+pub(crate) trait Connect: Send + Sync + 'static {
     fn client(&self, agent: &AgentPod) -> Result<Client, String>;
 }
 
 /// Plain HTTP, for agents on loopback addresses.
 #[derive(Clone, Copy, Debug)]
-pub struct Plain;
+pub(crate) struct Plain;
 
 impl Connect for Plain {
     fn client(&self, agent: &AgentPod) -> Result<Client, String> {
         Ok(Client::new(Target::Tcp(agent.address.clone())))
+    }
+}
+
+/// Mutual TLS: each agent has to show a certificate for its own node.
+#[derive(Clone, Debug)]
+pub(crate) struct Mutual {
+    pub(crate) identity: OperatorIdentity,
+}
+
+impl Connect for Mutual {
+    fn client(&self, agent: &AgentPod) -> Result<Client, String> {
+        let name = agent_name(agent.node.as_str()).map_err(|error| error.to_string())?;
+        let tls = Tls::new(&*agent.address, &name, self.identity.agents.clone());
+        let tls = tls.map_err(|error| error.to_string())?;
+        Ok(Client::new(Target::Tls(tls)))
     }
 }
 

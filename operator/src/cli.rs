@@ -30,6 +30,18 @@ pub struct Cli {
     /// Port of the agents' API
     #[arg(long, value_name = "PORT", default_value_t = 7433)]
     pub agent_port: u16,
+    /// Account of the agents' Pods
+    #[arg(long, value_name = "NAME", default_value = "branchpool-agent")]
+    pub agent_service_account: String,
+    /// Reach agents without TLS, on a machine where nobody else is
+    #[arg(long, hide = true)]
+    pub agents_in_plain_http: bool,
+    /// Name of the operator's own Service, which its certificate is for
+    #[arg(long, value_name = "NAME", default_value = "branchpool-operator")]
+    pub service_name: String,
+    /// Where agents enrol and the lease API is served, by TLS
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:8443")]
+    pub listen: SocketAddr,
     /// Namespaces whose pools and leases are served [default: all]
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub watch_namespaces: Vec<String>,

@@ -16,7 +16,7 @@ use crate::{
 
 /// An agent's Pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AgentPod {
+pub(crate) struct AgentPod {
     pub node: NodeName,
     pub uid: String,
     /// `IP:port`.
@@ -25,9 +25,11 @@ pub struct AgentPod {
 
 /// One agent, as last heard.
 #[derive(Clone, Debug)]
-pub struct Agent {
+pub(crate) struct Agent {
     pub pod: AgentPod,
     pub client: Client,
+    /// Its Pod is there.
+    pub present: bool,
     pub connected: bool,
     /// When it became silent; the time of its discovery before it was heard.
     pub silent_since: Millis,
@@ -40,7 +42,7 @@ pub struct Agent {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Index {
+pub(crate) struct Index {
     pub agents: BTreeMap<NodeName, Arc<Agent>>,
     /// The agents' Pods were listed completely.
     pub discovered: bool,
@@ -51,6 +53,8 @@ pub struct Index {
 pub(crate) enum Report {
     Found(AgentPod, Client),
     Gone(NodeName),
+    /// Its node left the cluster.
+    Forget(NodeName),
     Discovered,
     /// The watch goes on where it broke: what was known is still so.
     Resumed(NodeName),
@@ -94,6 +98,7 @@ impl Writer {
                     let known = index.agents.get(&pod.node);
                     let agent = Agent {
                         client,
+                        present: true,
                         connected: false,
                         silent_since: clock::now(),
                         trouble: Some("it was just found".to_owned()),
@@ -109,7 +114,18 @@ impl Writer {
             Report::Gone(node) => {
                 // The node may come back, and its leases with it: its numbers stay until the node goes.
                 self.silent(&node, "its Pod is gone");
+                self.modify(&node, |agent| agent.present = false);
                 Some((node, AgentEvent::Silent))
+            }
+            Report::Forget(node) => {
+                self.metrics.agent_gone(node.as_str());
+                self.index.send_modify(|index| {
+                    // It may have come back meanwhile.
+                    if index.agents.get(&node).is_some_and(|agent| !agent.present) {
+                        index.agents.remove(&node);
+                    }
+                });
+                None
             }
             Report::Discovered => {
                 self.index.send_modify(|index| index.discovered = true);

@@ -3,7 +3,7 @@
 //! What is decided is in `plan`, which knows neither kube nor tokio. Around it are the watches of API
 //! server and agents, and the calls to both.
 
-pub mod agents;
+mod agents;
 pub mod app;
 pub mod cli;
 mod clock;
@@ -12,9 +12,11 @@ mod election;
 mod events;
 mod follow;
 mod hook;
-pub mod index;
+mod index;
+mod lease_api;
 mod leases;
 mod metrics;
 pub mod plan;
 mod pools;
 mod served;
+mod trust;

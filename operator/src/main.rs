@@ -1,9 +1,8 @@
 //! `branchpool-operator`.
 
-use std::{io::IsTerminal, process::ExitCode, sync::Arc, time::Duration};
+use std::{io::IsTerminal, process::ExitCode, time::Duration};
 
 use branchpool_operator::{
-    agents::Plain,
     app,
     cli::{Cli, LogFormat},
 };
@@ -51,7 +50,7 @@ async fn serve(cli: Cli) -> ExitCode {
             _ = int.recv() => {}
         }
     };
-    match app::run(cli, client, Arc::new(Plain), stop).await {
+    match app::run(cli, client, stop).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(problem) => {
             error!("{problem}");

@@ -26,7 +26,7 @@ use crate::{
     cluster::Cluster,
     events::Events,
     follow::{self, Change, Scope},
-    index::Index,
+    index::{Index, Report},
     metrics::Metrics,
     plan::{
         NodeName, Uid,
@@ -66,6 +66,8 @@ pub(crate) struct Controller {
     epoch: watch::Receiver<u64>,
     deposed: mpsc::Sender<Option<u64>>,
     leases: mpsc::Sender<Event>,
+    /// To the index.
+    agents: mpsc::Sender<Report>,
     notices: mpsc::Sender<Notice>,
     record: Events,
     metrics: Metrics,
@@ -93,6 +95,7 @@ pub(crate) struct Parts {
     pub(crate) epoch: watch::Receiver<u64>,
     pub(crate) deposed: mpsc::Sender<Option<u64>>,
     pub(crate) leases: mpsc::Sender<Event>,
+    pub(crate) agents: mpsc::Sender<Report>,
     /// The way back to the controller.
     pub(crate) notices: mpsc::Sender<Notice>,
     pub(crate) record: Events,
@@ -109,6 +112,7 @@ impl Controller {
             epoch: parts.epoch,
             deposed: parts.deposed,
             leases: parts.leases,
+            agents: parts.agents,
             notices: parts.notices,
             record: parts.record,
             metrics: parts.metrics,
@@ -163,7 +167,13 @@ impl Controller {
                     pool.written(*status, &result);
                 }
             }
-            Notice::NodeWritten(node, written) => self.reports.written(&node, written),
+            Notice::NodeWritten(node, written) => {
+                let gone = matches!(written, nodes::Written::Deleted);
+                self.reports.written(&node, written);
+                if gone {
+                    let _stopped = self.agents.send(Report::Forget(node)).await;
+                }
+            }
             Notice::Confirmed(uid, gone) => {
                 if gone {
                     self.orphans.insert(uid, true);

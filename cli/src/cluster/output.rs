@@ -65,7 +65,16 @@ fn plain(found: &[ApiCondition]) -> Vec<Condition> {
 }
 
 pub(super) fn leases(leases: &[BranchLease], now: u64) -> String {
-    lease_table(leases.iter().map(|lease| {
+    let header = [
+        "ID",
+        "POOL",
+        "PHASE",
+        "BRANCH",
+        "AGE",
+        "EXPIRES-IN",
+        "HOLDER",
+    ];
+    let rows = leases.iter().map(|lease| {
         let status = lease.status.clone().unwrap_or_default();
         let phase = match progress(lease) {
             Progress::Bound => format!("{:?}", status.phase),
@@ -91,7 +100,8 @@ pub(super) fn leases(leases: &[BranchLease], now: u64) -> String {
             if end == 0 { none() } else { span(now, end) },
             lease.spec.holder.clone().unwrap_or_else(none),
         ]
-    }))
+    });
+    lease_table(header, rows)
 }
 
 fn with_reason(lease: &BranchLease) -> String {

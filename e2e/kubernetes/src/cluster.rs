@@ -105,7 +105,7 @@ impl Cluster {
     pub async fn start(options: Options) -> Result<Self, Error> {
         match std::env::var_os(GIVEN).filter(|path| !path.is_empty()) {
             Some(path) => Self::given(path.into()).await,
-            None => Self::from_own(Own::start(State::bound, options).await?),
+            None => Ok(Self::from_own(Own::start(State::bound, options).await?)),
         }
     }
 
@@ -118,13 +118,13 @@ impl Cluster {
         })
     }
 
-    fn from_own(own: Own) -> Result<Self, Error> {
-        Ok(Self {
+    fn from_own(own: Own) -> Self {
+        Self {
             kubeconfig: own.api.kubeconfig().to_owned(),
             client: Handle(own.api.client()),
             programs: own.api.programs().clone(),
             own: Some(own),
-        })
+        }
     }
 
     /// The harness's hands on the cluster; none when it was given.
@@ -230,18 +230,14 @@ impl Own {
             node.run().await?;
         }
         apply(self.api.kubectl(), COREDNS).await?;
-        let nodes: Vec<_> = self
-            .nodes
-            .iter()
-            .map(|node| format!("node/{}", node.name()))
-            .collect();
-        // The first waits until they have registered.
-        for condition in ["create", "condition=Ready"] {
-            let mut command = self.api.kubectl();
-            command
-                .args(["wait", WAIT, &format!("--for={condition}")])
-                .args(&nodes);
-            space::run(command).await?;
+        for node in &self.nodes {
+            let name = format!("node/{}", node.name());
+            // The first waits until it has registered; kubectl does that for one object only.
+            for condition in ["create", "condition=Ready"] {
+                let mut command = self.api.kubectl();
+                command.args(["wait", WAIT, &format!("--for={condition}"), &name]);
+                space::run(command).await?;
+            }
         }
         let mut command = self.api.kubectl();
         command.args([

@@ -1,4 +1,4 @@
-//! The one cluster that stays when its maker has ended, for people.
+//! A cluster that stays when its maker has ended, for people. It is found by its name.
 
 use std::path::PathBuf;
 
@@ -8,17 +8,17 @@ use crate::{
 };
 
 /// Starts it, unless it runs, and gives its kubeconfig.
-pub async fn start(options: Options) -> Result<PathBuf, Error> {
-    if let Some(directory) = state::running()? {
+pub async fn start(name: &str, options: Options) -> Result<PathBuf, Error> {
+    if let Some(directory) = state::running(name)? {
         return Ok(directory.join("pki/admin.kubeconfig"));
     }
-    let own = Own::start(State::of_detached, options).await?;
+    let own = Own::start(|| State::create(name), options).await?;
     let kubeconfig = own.api.kubeconfig().to_owned();
     own.detach().await?;
     Ok(kubeconfig)
 }
 
 /// Ends it and removes all that it was. `false`: there was none.
-pub fn remove() -> Result<bool, state::Error> {
-    state::remove_detached()
+pub fn remove(name: &str) -> Result<bool, state::Error> {
+    state::remove_detached(name)
 }

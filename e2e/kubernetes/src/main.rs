@@ -19,6 +19,9 @@ const WAIT: &str = "--timeout=5m";
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
+    /// Of the cluster; several can run side by side
+    #[arg(long, global = true, default_value = "cluster", value_parser = name)]
+    name: String,
 }
 
 #[derive(Debug, Subcommand)]
@@ -30,6 +33,9 @@ enum Verb {
         /// Leave it without Branchpool
         #[arg(long)]
         empty: bool,
+        /// Also give the nodes this image of scripts/build-images; may be given several times
+        #[arg(long = "image", value_name = "NAME")]
+        images: Vec<String>,
     },
     /// End it and remove all that it was
     Down,
@@ -52,9 +58,14 @@ enum Error {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let done = match Cli::parse().verb {
-        Verb::Up { nodes, empty } => up(nodes, empty).await,
-        Verb::Down => down(),
+    let cli = Cli::parse();
+    let done = match cli.verb {
+        Verb::Up {
+            nodes,
+            empty,
+            images,
+        } => up(&cli.name, Options { nodes, images }, empty).await,
+        Verb::Down => down(&cli.name),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -65,14 +76,22 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn up(nodes: u8, empty: bool) -> Result<(), Error> {
-    let images = if empty {
-        &[][..]
+fn name(text: &str) -> Result<String, &'static str> {
+    let is_plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    if !text.is_empty() && text.bytes().all(is_plain) {
+        Ok(text.to_owned())
     } else {
-        &["operator", "agent"]
-    };
-    let images = images.iter().map(ToString::to_string).collect();
-    let kubeconfig = detached::start(Options { nodes, images }).await?;
+        Err("a name has lower-case letters, digits and dashes")
+    }
+}
+
+async fn up(name: &str, mut options: Options, empty: bool) -> Result<(), Error> {
+    if !empty {
+        options
+            .images
+            .extend(["operator", "agent"].map(str::to_owned));
+    }
+    let kubeconfig = detached::start(name, options).await?;
     let programs = branchpool_e2e_kubernetes::Programs::ready(&["kubectl", "helm"]).await?;
     if !empty {
         let tools = Tools {
@@ -92,8 +111,8 @@ async fn up(nodes: u8, empty: bool) -> Result<(), Error> {
     Ok(())
 }
 
-fn down() -> Result<(), Error> {
-    if detached::remove()? {
+fn down(name: &str) -> Result<(), Error> {
+    if detached::remove(name)? {
         println!("the cluster is gone");
     } else {
         println!("there was no cluster");

@@ -74,19 +74,23 @@ pub(crate) async fn join_node(
         node.pid(),
         pods_of(index),
     );
-    let mut inside = format!(
-        "link set lo up\n\
-         addr add {address}/24 dev eth0\n\
-         link set eth0 up\n\
-         route add default via {gateway} dev eth0"
-    );
-    for other in (1..=nodes).filter(|other| *other != index) {
-        inside.push_str(&format!(
-            "\nroute add {} via {} dev eth0",
+    let routes = (1..=nodes).filter(|other| *other != index).map(|other| {
+        format!(
+            "route add {} via {} dev eth0",
             pods_of(other),
             addresses.node(other)
-        ));
-    }
+        )
+    });
+    let inside: Vec<_> = [
+        "link set lo up".to_owned(),
+        format!("addr add {address}/24 dev eth0"),
+        "link set eth0 up".to_owned(),
+        format!("route add default via {gateway} dev eth0"),
+    ]
+    .into_iter()
+    .chain(routes)
+    .collect();
+    let inside = inside.join("\n");
     ip(control_plane.network_command("ip"), &outside).await?;
     ip(node.network_command("ip"), &inside).await
 }

@@ -76,7 +76,7 @@ const FIRST_PROCESS: &str = r#"
 exec 9>&2 2>>"$LOG"
 read -r pid _ </proc/self/stat
 mount -t proc proc /proc
-eval "$SETUP"
+eval "$SETUP" >&2
 echo "$pid"
 exec >&2
 if read -r _; then sleep infinity & wait; fi
@@ -179,6 +179,14 @@ impl Drop for Space {
             eprintln!("{}", branchpool_sys::chain(&error));
         }
     }
+}
+
+/// Whether the process is the first of a space.
+pub(crate) fn is_first_process(pid: u32) -> bool {
+    std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
+        let text = String::from_utf8_lossy(&line);
+        text.starts_with("bash") && text.contains(FIRST_PROCESS)
+    })
 }
 
 /// Runs a command to its end and gives what it printed.

@@ -15,13 +15,16 @@ use std::{
 use branchpool_sys::process;
 use snafu::{ResultExt, Snafu};
 
-use crate::{cgroup, space::END_LIMIT, target};
+use crate::{
+    cgroup,
+    space::{self, END_LIMIT},
+    target,
+};
 
-/// Name of the cluster that `make cluster` leaves running.
-const DETACHED: &str = "cluster";
 const LOCK: &str = "lock";
 const CGROUP: &str = "cgroup";
 const PROCESSES: &str = "processes";
+const MAKER: &str = "maker";
 /// How long processes that were killed may take to let go of files.
 const REMOVE_LIMIT: Duration = Duration::from_secs(30);
 const REMOVE_INTERVAL: Duration = Duration::from_millis(50);
@@ -48,6 +51,8 @@ pub enum Error {
 pub(crate) struct State {
     directory: PathBuf,
     lock: File,
+    /// Another lock, which is this process's alone.
+    _maker: File,
     detached: bool,
     keep_logs: bool,
 }
@@ -58,12 +63,8 @@ impl State {
         Self::create(&format!("test-{:08x}", rand::random::<u32>()))
     }
 
-    /// For the one cluster that may stay.
-    pub(crate) fn of_detached() -> Result<Self, Error> {
-        Self::create(DETACHED)
-    }
-
-    fn create(name: &str) -> Result<Self, Error> {
+    /// For one that may stay, and is found by its name.
+    pub(crate) fn create(name: &str) -> Result<Self, Error> {
         let all = directories()?;
         let _one_at_a_time = sweep(&all)?;
         let directory = all.join(name);
@@ -72,9 +73,13 @@ impl State {
         if try_lock(&lock, &lock_path)? {
             make(&directory)?;
             make(&directory.join("logs"))?;
+            let path = directory.join(MAKER);
+            let maker = open_lock(&path)?;
+            maker.lock().context(FileSnafu { step: "lock", path })?;
             Ok(Self {
                 directory,
                 lock,
+                _maker: maker,
                 detached: false,
                 keep_logs: false,
             })
@@ -146,8 +151,8 @@ impl Drop for State {
 }
 
 /// The directory of the detached cluster while it runs.
-pub(crate) fn running() -> Result<Option<PathBuf>, Error> {
-    let directory = directories()?.join(DETACHED);
+pub(crate) fn running(name: &str) -> Result<Option<PathBuf>, Error> {
+    let directory = directories()?.join(name);
     let path = lock_of(&directory);
     if !path.exists() {
         return Ok(None);
@@ -157,22 +162,27 @@ pub(crate) fn running() -> Result<Option<PathBuf>, Error> {
 }
 
 /// Ends the detached cluster and removes what it was. `false`: there was none.
-pub(crate) fn remove_detached() -> Result<bool, Error> {
-    let Some(directory) = running()? else {
+pub(crate) fn remove_detached(name: &str) -> Result<bool, Error> {
+    let Some(directory) = running(name)? else {
         sweep(&directories()?)?;
         return Ok(false);
     };
     if let Ok(name) = fs::read_to_string(directory.join(CGROUP)) {
         cgroup::thaw_all(&name)?;
     }
-    // They live: the lock is theirs.
     let path = directory.join(PROCESSES);
-    let list = fs::read_to_string(&path).context(FileSnafu { step: "read", path })?;
+    let list = fs::read_to_string(&path).unwrap_or_default();
     for pid in list.lines().filter_map(|line| line.parse().ok()) {
-        let pidfd = process::open(pid).context(KillSnafu)?;
-        process::signal(&pidfd, 9).context(KillSnafu)?;
-        process::wait(&pidfd, Some(END_LIMIT)).context(KillSnafu)?;
+        // One that has ended is what is wanted; its number may be another's by now.
+        if let Ok(pidfd) = process::open(pid)
+            && space::is_first_process(pid)
+        {
+            process::signal(&pidfd, 9).context(KillSnafu)?;
+            process::wait(&pidfd, Some(END_LIMIT)).context(KillSnafu)?;
+        }
     }
+    // Without it this counts as one whose maker was killed, and is waited for.
+    let _ = fs::remove_file(&path);
     sweep(&directories()?)?;
     Ok(true)
 }
@@ -196,13 +206,33 @@ fn sweep(all: &Path) -> Result<File, Error> {
         if path.extension().is_none_or(|extension| extension != LOCK) {
             continue;
         }
+        let directory = path.with_extension("");
         let lock = open_lock(&path)?;
-        if try_lock(&lock, &path)? {
-            let directory = path.with_extension("");
+        if try_lock(&lock, &path)? || is_dying(&directory)? && lock_within(&lock, &path)? {
             remove(&directory)?;
         }
     }
     Ok(guard)
+}
+
+/// Whether its maker has been killed, and its processes are on their way.
+fn is_dying(directory: &Path) -> Result<bool, Error> {
+    let path = directory.join(MAKER);
+    if !path.exists() || directory.join(PROCESSES).exists() {
+        return Ok(false);
+    }
+    try_lock(&open_lock(&path)?, &path)
+}
+
+fn lock_within(lock: &File, path: &Path) -> Result<bool, Error> {
+    let deadline = Instant::now() + REMOVE_LIMIT;
+    while Instant::now() < deadline {
+        if try_lock(lock, path)? {
+            return Ok(true);
+        }
+        std::thread::sleep(REMOVE_INTERVAL);
+    }
+    Ok(false)
 }
 
 /// The lock file goes last: what is not finished is found again.

@@ -6,6 +6,7 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     process::{Child, Command, Stdio},
+    time::Duration,
 };
 
 use branchpool_e2e_kubernetes::{Cluster, Options};
@@ -14,7 +15,8 @@ use branchpool_e2e_kubernetes::{Cluster, Options};
 const VICTIM: &str = "E2E_LEFTOVERS_VICTIM";
 const READY: &str = "the victim's cluster is ready";
 
-/// Everything on this machine that a cluster could leave.
+/// Everything on this machine that a cluster could leave. scripts/test keeps others' processes out of
+/// sight.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Machine {
     interfaces: BTreeSet<String>,
@@ -22,7 +24,7 @@ struct Machine {
     loop_devices: BTreeSet<String>,
     mounts: BTreeSet<String>,
     processes: BTreeSet<String>,
-    namespaces: usize,
+    namespaces: BTreeSet<String>,
 }
 
 impl Machine {
@@ -47,6 +49,32 @@ impl Machine {
             processes: programs(),
             namespaces: namespaces(),
         }
+    }
+
+    /// What has come since.
+    fn new_since(before: &Self) -> Self {
+        let now = Self::now();
+        let new = |now: &BTreeSet<String>, before: &BTreeSet<String>| now - before;
+        Self {
+            interfaces: new(&now.interfaces, &before.interfaces),
+            cgroups: new(&now.cgroups, &before.cgroups),
+            loop_devices: new(&now.loop_devices, &before.loop_devices),
+            mounts: new(&now.mounts, &before.mounts),
+            processes: new(&now.processes, &before.processes),
+            namespaces: new(&now.namespaces, &before.namespaces),
+        }
+    }
+
+    /// The same, once the kernel has taken down what the last process has left.
+    fn left_since(before: &Self) -> Self {
+        for _ in 0..200 {
+            let new = Self::new_since(before);
+            if new == Self::default() {
+                return new;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Self::new_since(before)
     }
 }
 
@@ -93,16 +121,12 @@ fn programs() -> BTreeSet<String> {
 }
 
 /// Network namespaces that a process lives in.
-fn namespaces() -> usize {
-    let all: BTreeSet<_> = fs::read_dir("/proc")
+fn namespaces() -> BTreeSet<String> {
+    fs::read_dir("/proc")
         .unwrap()
         .filter_map(|entry| fs::read_link(entry.ok()?.path().join("ns/net")).ok())
-        .collect();
-    all.len()
-}
-
-fn without_images() -> Options {
-    Options::default()
+        .map(|link| link.display().to_string())
+        .collect()
 }
 
 fn start_victim() -> Child {
@@ -121,7 +145,7 @@ fn start_victim() -> Child {
 #[tokio::test]
 async fn victim() {
     if std::env::var_os(VICTIM).is_some() {
-        let _cluster = Cluster::start(without_images()).await.unwrap();
+        let _cluster = Cluster::start(Options::default()).await.unwrap();
         println!("{READY}");
         std::future::pending::<()>().await;
     }
@@ -135,46 +159,56 @@ async fn nothing_is_left_after_an_end_and_after_a_kill() {
         return;
     }
     let before = Machine::now();
-    let cluster = Cluster::start(without_images()).await.unwrap();
-    let during = Machine::now();
-    assert_ne!(before.interfaces, during.interfaces);
-    assert_ne!(before.cgroups, during.cgroups);
-    assert_ne!(before.loop_devices, during.loop_devices);
-    assert_ne!(before.processes, during.processes);
+    let cluster = Cluster::start(Options::default()).await.unwrap();
+    let made = Machine::new_since(&before);
+    assert_eq!(made.interfaces.len(), 1, "{made:?}");
+    assert_eq!(made.cgroups.len(), 1, "{made:?}");
+    assert_eq!(made.loop_devices.len(), 2, "{made:?}");
+    assert!(
+        made.namespaces.len() >= 3 && made.processes.len() >= 10,
+        "{made:?}"
+    );
     drop(cluster);
-    assert_eq!(before, settled(&before), "after an end in order");
+    assert_eq!(Machine::left_since(&before), Machine::default());
 
     let mut victim = start_victim();
     victim.kill().unwrap();
     victim.wait().unwrap();
-    let cluster = Cluster::start(without_images()).await.unwrap();
-    let nodes = cluster
-        .kubectl(&["get", "nodes", "--output=name"])
-        .await
-        .unwrap();
-    assert_eq!(nodes.lines().count(), 2);
-    let after = Machine::now();
-    assert_eq!(
-        after.interfaces.len(),
-        before.interfaces.len() + 1,
-        "{after:?}"
-    );
-    assert_eq!(
-        after.loop_devices.len(),
-        before.loop_devices.len() + 2,
-        "{after:?}"
-    );
+    let cluster = Cluster::start(Options::default()).await.unwrap();
+    let nodes = cluster.kubectl(&["get", "nodes", "--output=name"]).await;
+    assert_eq!(nodes.unwrap(), "node/node-1\nnode/node-2\n");
+    let kubectl = cluster.own().unwrap().api.programs().path("kubectl");
     drop(cluster);
-    assert_eq!(before, settled(&before), "after a kill and an end in order");
+    assert_eq!(Machine::left_since(&before), Machine::default());
+
+    let name = format!("detached-{}", std::process::id());
+    let printed = cluster_program(&["up", "--empty", "--name", &name]);
+    let kubeconfig = printed.split("KUBECONFIG=").nth(1).unwrap();
+    let kubeconfig = kubeconfig.lines().next().unwrap();
+    let again = cluster_program(&["up", "--empty", "--name", &name]);
+    assert_eq!(printed, again, "one that runs should be named again");
+    let nodes = Command::new(kubectl)
+        .args(["get", "nodes", "--output=name", "--kubeconfig", kubeconfig])
+        .output()
+        .unwrap();
+    assert_eq!(nodes.stdout, b"node/node-1\nnode/node-2\n");
+    assert_eq!(
+        cluster_program(&["down", "--name", &name]),
+        "the cluster is gone\n"
+    );
+    assert_eq!(Machine::left_since(&before), Machine::default());
+    assert_eq!(
+        cluster_program(&["down", "--name", &name]),
+        "there was no cluster\n"
+    );
 }
 
-/// The kernel takes down a network after the last process has left it.
-fn settled(wanted: &Machine) -> Machine {
-    for _ in 0..200 {
-        if Machine::now() == *wanted {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
-    Machine::now()
+fn cluster_program(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_branchpool-cluster"))
+        .args(arguments)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    String::from_utf8(output.stdout).unwrap()
 }

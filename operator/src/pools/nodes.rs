@@ -108,11 +108,11 @@ impl Controller {
         let now = clock::now();
         let mut due = u64::MAX;
         for (node, agent) in &index.agents {
-            due = due.min(if self.nodes.is_empty() || self.nodes.contains_key(node) {
-                self.report(node, agent, now)
-            } else {
-                self.retire(node, now)
-            });
+            if self.nodes.is_empty() || self.nodes.contains_key(node) {
+                due = due.min(self.report(node, agent, now));
+            } else if !agent.present {
+                due = due.min(self.retire(node, now));
+            }
         }
         due
     }
@@ -159,7 +159,6 @@ impl Controller {
         }
         kept.busy = true;
         kept.not_before = now + RETRY;
-        self.metrics.agent_gone(node.as_str());
         let (cluster, notices, node) = (self.cluster.clone(), self.notices.clone(), node.clone());
         tokio::spawn(async move {
             let api: Api<BranchNode> = Api::all(cluster.client());

@@ -8,3 +8,4 @@ mod fixture;
 mod leases;
 mod pools;
 mod terms;
+mod trust;

@@ -138,5 +138,6 @@ pub(crate) fn node(name: &str) -> NodeStatus {
         write_queries: QueueProbe::default(),
         session_driver: "native".into(),
         session_close_timeout_ms: 200,
+        trust: None,
     }
 }
