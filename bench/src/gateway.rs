@@ -54,6 +54,8 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
         max_branches: 1,
         ..options.clone()
     };
+    // A pool's settings are not what is measured: another filesystem, another agent.
+    let machine = &Machine::prepare(options.size)?;
     let (agent, direct) = start(machine, durable).await?;
     let workloads = &throughput::DURABLE;
     let on_disk = throughput::measure(&agent, &direct, machine, durable, workloads).await?;
