@@ -36,7 +36,7 @@ bench: setup ## Measure hand-out and refill beside bare system calls, the gatewa
 .PHONY: generate
 generate: ## Write the generated files anew: CRD manifests, their reference page, the list of metrics
 	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
-	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --lib metrics >/dev/null
+	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --package branchpool-operator --lib metrics >/dev/null
 
 .PHONY: audit
 audit: ## Look for known vulnerabilities in the dependencies (network)

@@ -212,7 +212,11 @@ fn start(
         scope: scope.clone(),
     });
     tasks.spawn(controller.run(notice_inbox));
-    tasks.spawn(leases::follow_leases(scope.clone(), client.clone(), lease_events));
+    tasks.spawn(leases::follow_leases(
+        scope.clone(),
+        client.clone(),
+        lease_events,
+    ));
     tasks.spawn(pools::follow_pools(scope, client.clone(), notices.clone()));
     tasks.spawn(pools::follow_nodes(client, notices));
     (tasks, questions, index)

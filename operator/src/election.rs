@@ -7,11 +7,7 @@ use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
     apimachinery::pkg::apis::meta::v1::MicroTime,
 };
-use kube::{
-    Api,
-    api::PostParams,
-    core::ObjectMeta,
-};
+use kube::{Api, api::PostParams, core::ObjectMeta};
 use snafu::Snafu;
 use tokio::{
     sync::{mpsc, watch},
@@ -29,9 +25,7 @@ use crate::{
 
 #[derive(Debug, Snafu)]
 pub enum Error {
-    #[snafu(display(
-        "another replica leads now; this one starts anew to follow it"
-    ))]
+    #[snafu(display("another replica leads now; this one starts anew to follow it"))]
     Deposed,
     #[snafu(display(
         "leadership could not be renewed for {} s; this replica starts anew, lest there be two leaders. Is the API server reached?",
@@ -85,7 +79,9 @@ impl Election {
 
     fn told(&self, epoch: u64) {
         self.metrics.leading.set(1);
-        self.metrics.epoch.set(i64::try_from(epoch).unwrap_or(i64::MAX));
+        self.metrics
+            .epoch
+            .set(i64::try_from(epoch).unwrap_or(i64::MAX));
     }
 
     /// Keeps the leadership until it is lost, or `stop` is there: then it is given up, and the next
@@ -241,7 +237,9 @@ impl Election {
 
 fn record(lease: &Lease) -> Record {
     let spec = lease.spec.clone().unwrap_or_default();
-    let seconds = spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok());
+    let seconds = spec
+        .lease_duration_seconds
+        .and_then(|n| u64::try_from(n).ok());
     Record {
         holder: spec.holder_identity,
         transitions: spec

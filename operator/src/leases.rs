@@ -2,9 +2,7 @@
 
 use std::collections::HashMap;
 
-use branchpool_agent_api::{
-    Client, ClientError, LeaseRequest, RenewRequest, ResetRequest,
-};
+use branchpool_agent_api::{Client, ClientError, LeaseRequest, RenewRequest, ResetRequest};
 use branchpool_crds::{BranchLease, LeasePhase};
 use futures_util::StreamExt;
 use kube::runtime::events::EventType;
@@ -132,8 +130,17 @@ impl Controller {
                         let _left = waiting.send(answer.clone());
                     }
                 }
-                Action::Warn { lease, reason, note } => {
-                    warn!(namespace = lease.namespace, lease = lease.name, reason, "{note}");
+                Action::Warn {
+                    lease,
+                    reason,
+                    note,
+                } => {
+                    warn!(
+                        namespace = lease.namespace,
+                        lease = lease.name,
+                        reason,
+                        "{note}"
+                    );
                     self.record
                         .lease(&lease, EventType::Warning, &reason, &note);
                 }
@@ -202,19 +209,30 @@ impl Performer {
             Operation::Patch(lease, status) => {
                 let patched = self.cluster.patch_lease(&lease, &status).await;
                 if patched.is_ok() {
-                    self.told(&lease, status.phase, status.bound_time.as_ref().map(|time| time.0));
+                    self.told(
+                        &lease,
+                        status.phase,
+                        status.bound_time.as_ref().map(|time| time.0),
+                    );
                 }
                 Outcome::Patched(status, patched)
             }
             Operation::DeleteLease(lease) => {
                 Outcome::LeaseDeleted(self.cluster.delete_lease(&lease).await)
             }
-            Operation::Confirm(lease) => Outcome::Confirmed(self.cluster.lease_exists(&lease).await),
+            Operation::Confirm(lease) => {
+                Outcome::Confirmed(self.cluster.lease_exists(&lease).await)
+            }
         }
     }
 
     fn told(&self, lease: &ObjectRef, phase: LeasePhase, bound: Option<jiff::Timestamp>) {
-        debug!(namespace = lease.namespace, lease = lease.name, ?phase, "status written");
+        debug!(
+            namespace = lease.namespace,
+            lease = lease.name,
+            ?phase,
+            "status written"
+        );
         match phase {
             LeasePhase::Pending => hook::reached("pending-written"),
             LeasePhase::Bound => {

@@ -205,7 +205,9 @@ impl Controller {
     async fn pool_changed(&mut self, change: Change<BranchPool>) {
         match change {
             Change::Seen(pool) => {
-                let Some(facts) = PoolFacts::read(*pool) else { return };
+                let Some(facts) = PoolFacts::read(*pool) else {
+                    return;
+                };
                 self.opaque.remove(&facts.id.uid);
                 let event = Event::Pool(Box::new(terms(&facts)));
                 match self.pools.get_mut(&facts.id.uid) {
@@ -242,7 +244,9 @@ impl Controller {
         if sure {
             self.orphans.insert(uid.clone(), true);
         }
-        let Some(gone) = self.pools.remove(uid) else { return };
+        let Some(gone) = self.pools.remove(uid) else {
+            return;
+        };
         // Another one may have the name already.
         if self.pools.values().all(|pool| pool.name() != gone.name()) {
             let event = Event::PoolDeleted(gone.name());

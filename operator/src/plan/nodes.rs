@@ -184,10 +184,7 @@ mod tests {
         assert_eq!(silent.allocatable_branches, first.allocatable_branches);
         assert_eq!(silent.conditions[0].status, "Unknown");
         assert!(silent.conditions[0].message.contains("connection refused"));
-        assert_eq!(
-            silent.conditions[0].last_transition_time.0.as_second(),
-            9
-        );
+        assert_eq!(silent.conditions[0].last_transition_time.0.as_second(), 9);
         assert_eq!(status(&report, Some(&silent), 99_000), None);
     }
 }

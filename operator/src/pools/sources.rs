@@ -70,10 +70,12 @@ impl Sources {
         self.followed.retain(|key, _| wanted.contains(key));
         for key in wanted {
             let (client, notices) = (self.client.clone(), self.notices.clone());
-            self.followed.entry(key.clone()).or_insert_with(|| Followed {
-                content: None,
-                task: tokio::spawn(follow(client, key, notices)),
-            });
+            self.followed
+                .entry(key.clone())
+                .or_insert_with(|| Followed {
+                    content: None,
+                    task: tokio::spawn(follow(client, key, notices)),
+                });
         }
     }
 

@@ -90,7 +90,9 @@ impl Controller {
     fn tell_people(&self, pool: &PoolFacts, new: &branchpool_crds::BranchPoolStatus) {
         let find = |status: &branchpool_crds::BranchPoolStatus| {
             let mut conditions = status.conditions.iter();
-            conditions.find(|condition| condition.type_ == "Degraded").cloned()
+            conditions
+                .find(|condition| condition.type_ == "Degraded")
+                .cloned()
         };
         let (before, now) = (find(&pool.status), find(new));
         let Some(now) = now.filter(|now| now.status == "True") else {
@@ -99,7 +101,13 @@ impl Controller {
         if before.is_some_and(|before| before.status == "True" && before.reason == now.reason) {
             return;
         }
-        info!(pool = pool.id.name, namespace = pool.id.namespace, reason = now.reason, "{}", now.message);
+        info!(
+            pool = pool.id.name,
+            namespace = pool.id.namespace,
+            reason = now.reason,
+            "{}",
+            now.message
+        );
         self.record
             .pool(&pool.id, EventType::Warning, &now.reason, &now.message);
     }

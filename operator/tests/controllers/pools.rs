@@ -21,12 +21,18 @@ async fn a_pool_becomes_ready_on_two_nodes_and_then_nothing_is_written() {
     assert!(is(&status.conditions, "SourceReady", "True"));
     for agent in &stage.agents {
         let pools = agent.client.pools().await.unwrap();
-        assert_eq!((pools[0].desired, pools[0].max_branches), (3, 5), "{}", agent.name);
+        assert_eq!(
+            (pools[0].desired, pools[0].max_branches),
+            (3, 5),
+            "{}",
+            agent.name
+        );
     }
     let nodes: kube::Api<branchpool_crds::BranchNode> = kube::Api::all(stage.api.client.clone());
     let node = eventually("the node is told", async || {
         let node = nodes.get_opt("node-1").await.unwrap()?;
-        node.status.filter(|status| status.pools.first().is_some_and(|pool| pool.ready == 3))
+        node.status
+            .filter(|status| status.pools.first().is_some_and(|pool| pool.ready == 3))
     })
     .await;
     assert!(is(&node.conditions, "Ready", "True"));
@@ -87,7 +93,10 @@ async fn cordoned_nodes_give_up_their_share_and_labels_choose() {
         let patch = json!({"spec": {"unschedulable": cordoned}});
         let nodes = stage.nodes();
         let patch = Patch::Merge(&patch);
-        nodes.patch("node-2", &PatchParams::default(), &patch).await.unwrap();
+        nodes
+            .patch("node-2", &PatchParams::default(), &patch)
+            .await
+            .unwrap();
     };
     cordon(true).await;
     eventually("the other node holds all", async || {

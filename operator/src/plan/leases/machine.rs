@@ -173,7 +173,10 @@ impl Machine {
             .live()
             .is_none_or(|object| object.wants_secret && !object.status.phase.is_finished());
         let secret = wanted && (entry.secret_may_exist() || entry.place != Place::Nowhere);
-        entry.presence = Presence::Gone { id: id.clone(), secret };
+        entry.presence = Presence::Gone {
+            id: id.clone(),
+            secret,
+        };
         // Whoever waits on an error need wait no longer.
         entry.succeeded();
         let key = (id.namespace, id.name);
@@ -245,9 +248,10 @@ impl Machine {
             AgentEvent::Pool(pool) => {
                 self.fleet.pool(node, &pool);
                 self.queues.dirty.insert(pool.name.clone());
-                let waiting = self.entries.values().filter(|entry| {
-                    entry.reset_waits.is_some() && entry.home() == Some(node)
-                });
+                let waiting = self
+                    .entries
+                    .values()
+                    .filter(|entry| entry.reset_waits.is_some() && entry.home() == Some(node));
                 self.touched.extend(waiting.map(|entry| entry.uid.clone()));
             }
             AgentEvent::PoolGone(uid) => self.fleet.pool_gone(node, &uid),
@@ -278,9 +282,10 @@ impl Machine {
 
     /// Leases that have something to do with the node.
     fn touch_at(&mut self, node: &NodeName) {
-        let affected = self.entries.values().filter(|entry| {
-            entry.home() == Some(node) || entry.records.contains_key(node)
-        });
+        let affected = self
+            .entries
+            .values()
+            .filter(|entry| entry.home() == Some(node) || entry.records.contains_key(node));
         self.touched.extend(affected.map(|entry| entry.uid.clone()));
     }
 
@@ -341,9 +346,10 @@ impl Machine {
         // A branch that an agent already gave it, perhaps to a former leader's call.
         let may_adopt = entry.place == Place::Nowhere
             && entry.failure.is_none()
-            && entry.live().is_some_and(|object| !object.status.phase.is_finished());
-        if may_adopt
-            && let Some(node) = entry.first_bound().or_else(|| entry.records.keys().next())
+            && entry
+                .live()
+                .is_some_and(|object| !object.status.phase.is_finished());
+        if may_adopt && let Some(node) = entry.first_bound().or_else(|| entry.records.keys().next())
         {
             entry.place = Place::Home(node.clone());
         }
@@ -356,7 +362,8 @@ impl Machine {
             Next::Do(operation) => self.begin(uid, operation, now),
             Next::Queue { until } => {
                 let object = self.entries[uid].live();
-                if let Some((pool, rank)) = object.map(|object| (object.pool.clone(), object.rank()))
+                if let Some((pool, rank)) =
+                    object.map(|object| (object.pool.clone(), object.rank()))
                 {
                     self.queues.insert(&pool, rank);
                 }
@@ -495,10 +502,9 @@ impl Machine {
             match &entry.presence {
                 Presence::Live(object) if object.status.phase.is_finished() => {
                     let ready = condition(&object.status.conditions, status::READY);
-                    let (reason, message) = ready
-                        .map_or_else(Default::default, |ready| {
-                            (ready.reason.clone(), ready.message.clone())
-                        });
+                    let (reason, message) = ready.map_or_else(Default::default, |ready| {
+                        (ready.reason.clone(), ready.message.clone())
+                    });
                     Err(Failure { reason, message })
                 }
                 Presence::Gone { .. } | Presence::Missing(_) => {

@@ -102,7 +102,9 @@ pub enum Action {
         note: String,
     },
     /// An agent has obeyed a newer leader.
-    Deposed { epoch: Option<u64> },
+    Deposed {
+        epoch: Option<u64>,
+    },
 }
 
 /// An object of the API server.

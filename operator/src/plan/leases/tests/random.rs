@@ -95,7 +95,10 @@ fn take(world: &mut World, step: Step, made: &mut u32) {
         Step::Expire(index) => {
             let node = node(index);
             let bound = world.agents[node].leases.iter();
-            let id = bound.filter(|(_, lease)| lease.phase == Phase::Bound).map(|(id, _)| id.clone()).next();
+            let id = bound
+                .filter(|(_, lease)| lease.phase == Phase::Bound)
+                .map(|(id, _)| id.clone())
+                .next();
             if let Some(id) = id {
                 world.at_agent(node, &id, |lease| lease.phase = Phase::Expired);
             }
@@ -116,7 +119,11 @@ fn take(world: &mut World, step: Step, made: &mut u32) {
 fn no_branch_is_shared(world: &World) -> Result<(), TestCaseError> {
     let mut holders: BTreeMap<&str, &str> = BTreeMap::new();
     for agent in world.agents.values() {
-        for (id, lease) in agent.leases.iter().filter(|(_, lease)| lease.phase == Phase::Bound) {
+        for (id, lease) in agent
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.phase == Phase::Bound)
+        {
             let other = holders.insert(&lease.branch, id);
             prop_assert_eq!(other, None, "of {}", lease.branch);
         }
@@ -130,7 +137,12 @@ fn everything_agrees(world: &World) -> Result<(), TestCaseError> {
         let records: Vec<_> = world
             .agents
             .iter()
-            .flat_map(|(node, agent)| agent.leases.iter().map(move |(id, lease)| (node, id, lease)))
+            .flat_map(|(node, agent)| {
+                agent
+                    .leases
+                    .iter()
+                    .map(move |(id, lease)| (node, id, lease))
+            })
             .filter(|(_, id, _)| parse_agent_id(id).0 == *uid)
             .collect();
         let secret = world.secrets.get(&object.id.name);
