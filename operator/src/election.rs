@@ -182,25 +182,22 @@ impl Election {
             ..LeaseSpec::default()
         };
         let params = PostParams::default();
-        let result = match old {
-            Some(old) => {
-                // With its resourceVersion, so that only one of two writers succeeds.
-                let new = Lease {
-                    spec: Some(spec),
-                    ..old
-                };
-                self.api.replace(&self.name, &params, &new).await
-            }
-            None => {
-                let new = Lease {
-                    metadata: ObjectMeta {
-                        name: Some(self.name.clone()),
-                        ..ObjectMeta::default()
-                    },
-                    spec: Some(spec),
-                };
-                self.api.create(&params, &new).await
-            }
+        let result = if let Some(old) = old {
+            // With its resourceVersion, so that only one of two writers succeeds.
+            let new = Lease {
+                spec: Some(spec),
+                ..old
+            };
+            self.api.replace(&self.name, &params, &new).await
+        } else {
+            let new = Lease {
+                metadata: ObjectMeta {
+                    name: Some(self.name.clone()),
+                    ..ObjectMeta::default()
+                },
+                spec: Some(spec),
+            };
+            self.api.create(&params, &new).await
         };
         let (written, now) = (record(&result?), self.now());
         self.observed = Some(Observation::update(self.observed.take(), written, now));

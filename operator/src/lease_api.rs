@@ -60,7 +60,7 @@ pub(crate) type Leading = watch::Receiver<Option<mpsc::Sender<Question>>>;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Body {
-    /// Of the BranchLease.
+    /// Of the object.
     name: String,
     #[serde(default)]
     ttl: Option<String>,
@@ -228,7 +228,7 @@ impl Desk {
         Ok(user)
     }
 
-    /// Whether the user may create BranchLeases there.
+    /// Whether the user may create leases there.
     async fn allow(&self, key: [u8; 32], user: &UserInfo, namespace: &str) -> Result<(), Problem> {
         let at = (key, namespace.to_owned());
         let known = lock(&self.allowed).get(&at).copied();

@@ -1,9 +1,6 @@
 //! Everything that is counted and timed. `docs/operator-metrics.md` lists what is here.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicI64, AtomicU64},
-};
+use std::sync::{Arc, atomic::AtomicI64};
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
@@ -59,16 +56,13 @@ pub(crate) struct Metrics {
     agents: Gauges<Node>,
     heard: Gauges<Node>,
     write_seconds: Histogram,
-    bind_seconds: Histogram,
     pub(crate) leading: Gauge<i64, AtomicI64>,
     pub(crate) epoch: Gauge<i64, AtomicI64>,
     pub(crate) older_schemas: Gauge<i64, AtomicI64>,
-    pub(crate) bound: Counter<u64, AtomicU64>,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        let timer = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
         let mut made = Self {
             registry: Arc::new(Registry::default()),
             queued: Family::default(),
@@ -77,12 +71,10 @@ impl Default for Metrics {
             calls: Family::default(),
             agents: Family::default(),
             heard: Family::default(),
-            write_seconds: timer(),
-            bind_seconds: timer(),
+            write_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 16)),
             leading: Gauge::default(),
             epoch: Gauge::default(),
             older_schemas: Gauge::default(),
-            bound: Counter::default(),
         };
         let mut registry = Registry::with_prefix("branchpool_operator");
         made.register(&mut registry);
@@ -94,16 +86,11 @@ impl Default for Metrics {
 impl Metrics {
     fn register(&self, registry: &mut Registry) {
         registry.register(
-            "leases_queued",
+            "queue_length",
             "Leases of a pool that wait for a branch",
             self.queued.clone(),
         );
         registry.register("leases", "BranchLeases by phase", self.leases.clone());
-        registry.register(
-            "leases_bound",
-            "Leases that became Bound",
-            self.bound.clone(),
-        );
         registry.register(
             "api_writes",
             "Writes to the API server, by kind and outcome",
@@ -142,12 +129,6 @@ impl Metrics {
             Unit::Seconds,
             self.write_seconds.clone(),
         );
-        registry.register_with_unit(
-            "bind",
-            "From the creation of a lease to its status Bound, in the API server's time of whole seconds",
-            Unit::Seconds,
-            self.bind_seconds.clone(),
-        );
     }
 
     pub(crate) fn api_write(&self, kind: &'static str, ok: bool, seconds: f64) {
@@ -159,11 +140,6 @@ impl Metrics {
     pub(crate) fn agent_call(&self, call: &'static str, ok: bool) {
         let outcome = outcome(ok);
         self.calls.get_or_create(&Call { call, outcome }).inc();
-    }
-
-    pub(crate) fn lease_bound(&self, seconds: f64) {
-        self.bound.inc();
-        self.bind_seconds.observe(seconds);
     }
 
     pub(crate) fn agent(&self, node: &str, connected: bool, heard_at: Option<u64>) {

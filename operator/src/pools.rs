@@ -160,7 +160,7 @@ impl Controller {
         match notice {
             Notice::Pool(change) => self.pool_changed(change).await,
             Notice::Node(change) => self.node_changed(change).await,
-            Notice::Source(key, content) => self.sources.take(key, content),
+            Notice::Source(key, content) => self.sources.take(&key, content),
             Notice::Told(node, pool, result) => self.answered(&node, &pool, result),
             Notice::PoolWritten(uid, status, result) => {
                 if let Some(pool) = self.pools.get_mut(&uid) {

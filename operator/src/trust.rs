@@ -1,4 +1,4 @@
-//! The operator's CA: kept in a Secret of its own namespace, told to agents in a ConfigMap of theirs,
+//! The operator's CA: kept in a Secret of its own namespace, told to agents in a `ConfigMap` of theirs,
 //! replaced step by step. What the steps are is decided in `branchpool_trust::plan`.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -26,9 +26,9 @@ use tracing::{info, warn};
 
 use crate::{cluster::describe, index::Index};
 
-/// Secret and ConfigMap.
+/// Secret and `ConfigMap`.
 const NAME: &str = "branchpool-ca";
-/// Entry of the ConfigMap.
+/// Entry of the `ConfigMap`.
 const BUNDLE: &str = "ca.crt";
 /// Audience of agents' tokens.
 const AUDIENCE: &str = "branchpool-operator";

@@ -144,20 +144,21 @@ mod tests {
     use super::*;
     use crate::plan::leases::sample;
 
+    fn report(node: &NodeStatus) -> Report<'_> {
+        Report {
+            node: Some(node),
+            pools: Vec::new(),
+            connected: true,
+            trouble: None,
+            cordoned: false,
+        }
+    }
+
     #[test]
     fn small_changes_of_space_are_not_written() {
         let mut node = sample::node("a");
         node.space.total = 1_000_000;
         node.space.free = 500_000;
-        fn report(node: &NodeStatus) -> Report<'_> {
-            Report {
-                node: Some(node),
-                pools: Vec::new(),
-                connected: true,
-                trouble: None,
-                cordoned: false,
-            }
-        }
         let first = status(&report(&node), None, 5_000).unwrap();
         assert_eq!(status(&report(&node), Some(&first), 9_000), None);
         let mut later = node.clone();
@@ -170,13 +171,7 @@ mod tests {
     #[test]
     fn an_agent_that_is_silent_is_unknown_and_keeps_its_numbers() {
         let node = sample::node("a");
-        let mut report = Report {
-            node: Some(&node),
-            pools: Vec::new(),
-            connected: true,
-            trouble: None,
-            cordoned: false,
-        };
+        let mut report = report(&node);
         let first = status(&report, None, 5_000).unwrap();
         report.connected = false;
         report.trouble = Some("connection refused");

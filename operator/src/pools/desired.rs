@@ -66,7 +66,13 @@ impl Controller {
             }
         }
         let trouble = spec.err();
-        due.min(self.write_pool(uid, index, &standings_by_node(&standings), trouble, now))
+        due.min(self.write_pool(
+            uid,
+            index,
+            &standings_by_node(&standings),
+            trouble.as_ref(),
+            now,
+        ))
     }
 
     /// What each node is to the pool.
@@ -202,7 +208,7 @@ impl Controller {
             };
             metrics.agent_call("pool", result.is_ok());
             hook::reached("pool-told");
-            let notice = Notice::Told(node, uid, result.map_err(refusal));
+            let notice = Notice::Told(node, uid, result.map_err(|error| refusal(&error)));
             let _stopped = notices.send(notice).await;
         });
         u64::MAX
@@ -219,7 +225,7 @@ impl Controller {
                 sent.refused = None;
             }
             Err(CallError::Refused { reason, .. }) if reason == reason::POOL_NOT_FOUND => {
-                sent.refused = None
+                sent.refused = None;
             }
             Err(CallError::Refused {
                 reason: why, epoch, ..

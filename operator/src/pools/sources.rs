@@ -1,4 +1,4 @@
-//! The ConfigMaps that pools name: one watch each, while a pool names it.
+//! The `ConfigMap`s that pools name: one watch each, while a pool names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,8 +58,8 @@ impl Sources {
         }
     }
 
-    pub(super) fn take(&mut self, key: Key, content: Content) {
-        if let Some(followed) = self.followed.get_mut(&key) {
+    pub(super) fn take(&mut self, key: &Key, content: Content) {
+        if let Some(followed) = self.followed.get_mut(key) {
             followed.content = Some(content);
         }
     }

@@ -27,14 +27,14 @@ impl Controller {
         uid: &Uid,
         index: &Index,
         standings: &[(NodeName, Standing)],
-        trouble: Option<Trouble>,
+        trouble: Option<&Trouble>,
         now: Millis,
     ) -> Millis {
         let Some(pool) = self.pools.get(uid) else {
             return u64::MAX;
         };
         // What the first look sees of agents that are about to be heard is not worth telling.
-        if pool.writing || !self.settled || trouble == Some(Trouble::Unknown) {
+        if pool.writing || !self.settled || trouble == Some(&Trouble::Unknown) {
             return u64::MAX;
         }
         if now < pool.write_not_before {
@@ -56,7 +56,7 @@ impl Controller {
             uid: uid.as_str(),
             generation: pool.generation,
             demand: pool.demand(),
-            source_trouble: match &trouble {
+            source_trouble: match trouble {
                 Some(Trouble::Reason(reason, message)) => Some((reason, message)),
                 _ => None,
             },

@@ -5,7 +5,7 @@ use branchpool_crds::LeasePhase;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
     Api,
-    api::{Patch, PatchParams},
+    api::{DeleteParams, Patch, PatchParams},
 };
 use rustix::process::{Signal, kill_process};
 use serde_json::json;
@@ -136,7 +136,7 @@ async fn a_leadership_that_was_deleted_goes_on_above_what_agents_have_seen() {
     }
     stage.operators.pop().unwrap().stop().await;
     leadership(&stage)
-        .delete("branchpool-operator", &Default::default())
+        .delete("branchpool-operator", &DeleteParams::default())
         .await
         .unwrap();
     stage.start_operator("fourth", None);
@@ -193,13 +193,13 @@ async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
     stage.agents[index].stop();
     let pods: Api<k8s_openapi::api::core::v1::Pod> =
         Api::namespaced(stage.api.client.clone(), "branchpool-agents");
-    let at_once = kube::api::DeleteParams::default().grace_period(0);
+    let at_once = DeleteParams::default().grace_period(0);
     pods.delete(&format!("agent-{node}"), &at_once)
         .await
         .unwrap();
     stage
         .nodes()
-        .delete(&node, &Default::default())
+        .delete(&node, &DeleteParams::default())
         .await
         .unwrap();
     let lost = stage

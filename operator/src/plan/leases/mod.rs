@@ -18,6 +18,7 @@ pub(crate) mod sample;
 mod status;
 #[cfg(test)]
 mod tests;
+mod waiting;
 
 use std::collections::BTreeSet;
 

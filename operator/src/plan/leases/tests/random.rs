@@ -13,7 +13,7 @@ use super::{
 };
 use crate::plan::SECOND;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Step {
     Create(u8),
     Delete(u8),
@@ -146,19 +146,16 @@ fn everything_agrees(world: &World) -> Result<(), TestCaseError> {
             .filter(|(_, id, _)| parse_agent_id(id).0 == *uid)
             .collect();
         let secret = world.secrets.get(&object.id.name);
-        match object.status.phase {
-            LeasePhase::Bound => {
-                prop_assert_eq!(records.len(), 1, "{:?}", object);
-                let (node, _, lease) = records[0];
-                prop_assert_eq!(object.status.node.as_deref(), Some(node.as_str()));
-                prop_assert_eq!(object.status.branch.as_ref(), Some(&lease.branch));
-                let mine = secret.is_some_and(|(_, lease)| lease == uid);
-                prop_assert_eq!(mine, object.wants_secret, "{:?}", secret);
-            }
-            _ => {
-                prop_assert_eq!(records.len(), 0, "{:?}", object);
-                prop_assert!(secret.is_none(), "{:?} {:?}", object, secret);
-            }
+        if object.status.phase == LeasePhase::Bound {
+            prop_assert_eq!(records.len(), 1, "{:?}", object);
+            let (node, _, lease) = records[0];
+            prop_assert_eq!(object.status.node.as_deref(), Some(node.as_str()));
+            prop_assert_eq!(object.status.branch.as_ref(), Some(&lease.branch));
+            let mine = secret.is_some_and(|(_, lease)| lease == uid);
+            prop_assert_eq!(mine, object.wants_secret, "{:?}", secret);
+        } else {
+            prop_assert_eq!(records.len(), 0, "{:?}", object);
+            prop_assert!(secret.is_none(), "{:?} {:?}", object, secret);
         }
     }
     Ok(())
