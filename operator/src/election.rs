@@ -84,8 +84,7 @@ impl Election {
             .set(i64::try_from(epoch).unwrap_or(i64::MAX));
     }
 
-    /// Keeps the leadership until it is lost, or `stop` is there: then it is given up, and the next
-    /// replica need not wait. `newer` brings epochs of agents that refused ours.
+    /// Keeps the leadership until it is lost, or `stop` is there. `newer` brings epochs of agents that refused ours.
     pub(crate) async fn keep(
         &mut self,
         epoch: &watch::Sender<u64>,
@@ -96,10 +95,7 @@ impl Election {
         let mut renewed = self.now();
         loop {
             let seen = tokio::select! {
-                () = &mut stop => {
-                    self.give_up(*epoch.borrow()).await;
-                    return Ok(());
-                }
+                () = &mut stop => return Ok(()),
                 () = sleep(RETRY_PERIOD) => None,
                 seen = newer.recv() => seen.flatten(),
             };
@@ -204,7 +200,8 @@ impl Election {
         Ok(epoch)
     }
 
-    async fn give_up(&mut self, epoch: u64) {
+    /// The next replica need not wait. To be called when nothing is done in this leadership any more.
+    pub(crate) async fn give_up(&mut self, epoch: u64) {
         let result = async {
             let Some(mut lease) = self.read().await? else {
                 return Ok(());

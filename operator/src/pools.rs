@@ -1,6 +1,7 @@
 //! The pool controller: each node is told its share, and statuses say what came of it.
 
 mod desired;
+mod namespace;
 mod nodes;
 mod sources;
 mod state;
@@ -36,6 +37,7 @@ use crate::{
 
 use self::{
     desired::Sent,
+    namespace::NoAgents,
     nodes::NodeReports,
     sources::Sources,
     state::{NodeFacts, PoolFacts, terms},
@@ -56,6 +58,8 @@ pub(crate) enum Notice {
     Told(NodeName, Uid, Result<(), CallError>),
     PoolWritten(Uid, Box<BranchPoolStatus>, Result<(), WriteError>),
     NodeWritten(NodeName, nodes::Written),
+    /// Why no agent can be there, where that is known: reason and sentence.
+    AgentNamespace(Option<(&'static str, String)>),
     /// Whether a pool that agents have, and the API server's list has not, is gone.
     Confirmed(Uid, bool),
 }
@@ -84,6 +88,8 @@ pub(crate) struct Controller {
     orphans: BTreeMap<Uid, bool>,
     reports: NodeReports,
     closed: BTreeSet<NodeName>,
+    agent_namespace: String,
+    no_agents: NoAgents,
     settled: bool,
     started: Instant,
 }
@@ -101,6 +107,7 @@ pub(crate) struct Parts {
     pub(crate) record: Events,
     pub(crate) metrics: Metrics,
     pub(crate) scope: Scope,
+    pub(crate) agent_namespace: String,
 }
 
 impl Controller {
@@ -126,6 +133,8 @@ impl Controller {
             orphans: BTreeMap::new(),
             reports: NodeReports::default(),
             closed: BTreeSet::new(),
+            agent_namespace: parts.agent_namespace,
+            no_agents: NoAgents::default(),
             settled: false,
             started: Instant::now(),
         }
@@ -174,6 +183,7 @@ impl Controller {
                     let _stopped = self.agents.send(Report::Forget(node)).await;
                 }
             }
+            Notice::AgentNamespace(why) => self.no_agents.answered(why),
             Notice::Confirmed(uid, gone) => {
                 if gone {
                     self.orphans.insert(uid, true);
@@ -193,6 +203,7 @@ impl Controller {
             return u64::MAX;
         }
         self.sources.want(self.pools.values());
+        self.look_for_agents(&index);
         let mut due = u64::MAX;
         for uid in self.pools.keys().cloned().collect::<Vec<_>>() {
             due = due.min(self.look_at_pool(&uid, &index));

@@ -60,7 +60,7 @@ impl Controller {
                 Some(Trouble::Reason(reason, message)) => Some((reason, message)),
                 _ => None,
             },
-            fleet_trouble: None,
+            fleet_trouble: self.no_agents.why(),
             parts: &parts,
         };
         let Some(new) = status(&view, &pool.status, now) else {

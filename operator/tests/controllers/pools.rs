@@ -109,3 +109,33 @@ async fn cordoned_nodes_give_up_their_share_and_labels_choose() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_namespace_that_refuses_agents_is_named() {
+    let stage = Stage::start(0).await;
+    let namespaces: kube::Api<k8s_openapi::api::core::v1::Namespace> =
+        kube::Api::all(stage.api.client.clone());
+    let labels =
+        json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
+    namespaces
+        .patch(
+            "branchpool-agents",
+            &PatchParams::default(),
+            &Patch::Merge(&labels),
+        )
+        .await
+        .unwrap();
+    stage.create_pool("app", &json!({"replicas": 1})).await;
+    let pool = stage
+        .wait_pool("app", |pool| {
+            let status = pool.status.as_ref();
+            status.is_some_and(|status| {
+                let mut conditions = status.conditions.iter();
+                conditions.any(|it| it.type_ == "Degraded" && it.reason == "PodSecurity")
+            })
+        })
+        .await;
+    let conditions = pool.status.unwrap().conditions;
+    let message = &condition(&conditions, "Ready").message;
+    assert!(message.contains("kubectl label namespace"), "{message}");
+}
