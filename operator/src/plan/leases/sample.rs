@@ -71,6 +71,8 @@ pub(crate) fn bound(id: &str, at: Millis) -> Lease {
         expires_at: at + 3_600_000,
         observed_reset_token: None,
         restarts: 0,
+        connections: None,
+        last_used_at: None,
     }
 }
 
@@ -128,6 +130,7 @@ pub(crate) fn node(name: &str) -> NodeStatus {
         branches: 0,
         leases: 0,
         pools: Vec::new(),
+        lease_activity: Vec::new(),
         quarantined: Vec::new(),
         trash_directory: "trash".into(),
         resident_state: true,
