@@ -1,6 +1,6 @@
 //! From a client that has proved its password to a session of the branch's server.
 
-use std::{sync::Arc, time::Instant};
+use std::{io, sync::Arc, time::Instant};
 
 use bytes::{Buf, Bytes, BytesMut};
 use postgres_protocol::message::{
@@ -21,7 +21,6 @@ use crate::{
     },
     metrics::{Counted, Phase},
     scram,
-    server_stream::ServerStream,
     session::{self, CancelKey, Frame, Session, next_frame},
     startup::Startup,
     stream::Wire,
@@ -34,7 +33,7 @@ const COLLECT: usize = 16 << 10;
 /// An open session. The stream is closed before the link is given back.
 #[derive(Debug)]
 pub(crate) struct Backend {
-    pub(crate) stream: ServerStream,
+    pub(crate) stream: UnixStream,
     /// Read from the server, not yet sent to the client.
     pub(crate) buffer: BytesMut,
     _link: Link,
@@ -129,8 +128,7 @@ async fn hand_over(
     application_name: Option<String>,
 ) -> Result<Backend, Stop> {
     shared.metrics.handovers.inc();
-    let stream = ServerStream::new(session.stream);
-    let mut stream = stream.map_err(|source| session::Error::Io { source })?;
+    session.stream = here(session.stream).map_err(|source| session::Error::Io { source })?;
     let set = application_name
         .as_deref()
         .map(takeover::set_application_name);
@@ -138,7 +136,7 @@ async fn hand_over(
     if !statements.is_empty() {
         let mut query = BytesMut::new();
         frontend::query(&statements.join("; "), &mut query)?;
-        let sent = stream.write_all(&query).await;
+        let sent = session.stream.write_all(&query).await;
         sent.map_err(|source| session::Error::Io { source })?;
     }
     if let Some(name) = application_name {
@@ -159,7 +157,7 @@ async fn hand_over(
     wire.flush().await?;
 
     let mut backend = Backend {
-        stream,
+        stream: session.stream,
         buffer: session.buffer,
         _link: link,
         _cancel: Some(cancel),
@@ -258,6 +256,11 @@ impl From<session::Error> for Stop {
     }
 }
 
+/// The same stream, waited for by the thread that serves its client.
+fn here(stream: UnixStream) -> io::Result<UnixStream> {
+    UnixStream::from_std(stream.into_std()?)
+}
+
 /// Passes the server's greeting on, beginning with `frame`, with a cancel key of the gateway's.
 async fn greet(
     shared: &Shared,
@@ -299,9 +302,8 @@ async fn greet(
         frame = opened.next_frame().await?;
     }
     wire.flush().await?;
-    let stream = ServerStream::new(opened.stream);
     Ok(Backend {
-        stream: stream.map_err(|source| session::Error::Io { source })?,
+        stream: opened.stream,
         buffer: opened.buffer,
         _link: opened.link,
         _cancel: cancel,

@@ -43,7 +43,6 @@ mod metrics;
 mod relay;
 pub mod scram;
 mod server;
-mod server_stream;
 mod session;
 pub mod startup;
 mod stream;

@@ -16,7 +16,7 @@ use rustix::{
 };
 use snafu::{ResultExt, Snafu, ensure};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
 };
 
@@ -199,7 +199,7 @@ pub(crate) fn take_frame(buffer: &mut BytesMut) -> Result<Option<Frame>, Error> 
 
 /// Waits for the next message.
 pub(crate) async fn next_frame(
-    stream: &mut (impl AsyncRead + Unpin),
+    stream: &mut UnixStream,
     buffer: &mut BytesMut,
 ) -> Result<Frame, Error> {
     loop {
