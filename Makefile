@@ -65,5 +65,6 @@ setup-cluster: ## The same for cluster, images and test, which need more
 	@scripts/setup cluster
 
 .PHONY: clean
-clean: ## Remove everything that was built
+clean: ## Remove everything that was built, and the cluster if it runs
+	@[ ! -e "$${CARGO_TARGET_DIR:-target}/kubernetes/clusters/cluster.lock" ] || $(MAKE) cluster-down
 	@cargo clean
