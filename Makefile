@@ -18,7 +18,8 @@ demo: setup ## Start one node, lease branches of a sample database, show that th
 	@scripts/demo
 
 .PHONY: cluster
-cluster: setup-cluster ## Leave a Kubernetes with two nodes, the chart and a sample pool running here (root)
+cluster: ## Leave a Kubernetes with two nodes, the chart and a sample pool running here (root)
+	@scripts/setup cluster
 	@scripts/build-kubernetes >/dev/null
 	@cargo run --quiet --locked --package branchpool-e2e-kubernetes --bin branchpool-cluster -- up $(CLUSTER_ARGS)
 
@@ -27,11 +28,13 @@ cluster-down: ## Remove that cluster
 	@cargo run --quiet --locked --package branchpool-e2e-kubernetes --bin branchpool-cluster -- down
 
 .PHONY: images
-images: setup-cluster ## Build the images of operator and agent as OCI archives in target/images (root)
+images: ## Build the images of operator and agent as OCI archives in target/images (root)
+	@scripts/setup cluster
 	@scripts/build-images --release
 
 .PHONY: test
-test: setup-cluster ## Run every test, against real Btrfs and real Postgres (root)
+test: ## Run every test, against real Btrfs and real Postgres, with real drivers (root)
+	@scripts/setup test $(TEST_ARGS)
 	@scripts/test $(TEST_ARGS)
 
 .PHONY: lint
@@ -43,7 +46,8 @@ fmt: ## Format the code
 	@cargo fmt --all
 
 .PHONY: bench
-bench: setup ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
+bench: ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
+	@scripts/setup bench $(BENCH_ARGS)
 	@cargo build --quiet --locked --release --package branchpool-agent
 	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
@@ -57,12 +61,8 @@ audit: ## Look for known vulnerabilities in the dependencies (network)
 	@cargo deny --all-features check advisories
 
 .PHONY: setup
-setup: ## Install what demo and test need and the machine lacks (root; silent when nothing is missing)
+setup: ## Install what the demo needs and the machine lacks (root; silent when nothing is missing)
 	@scripts/setup
-
-.PHONY: setup-cluster
-setup-cluster: ## The same for cluster, images and test, which need more
-	@scripts/setup cluster
 
 .PHONY: clean
 clean: ## Remove everything that was built, and the cluster if it runs

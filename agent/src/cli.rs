@@ -4,6 +4,8 @@ use std::{ffi::OsString, net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use branchpool_trust::enrol;
+
 use crate::sql::Limits;
 
 /// Keeps pools of prestarted Postgres branches on one node and hands them out.
@@ -62,7 +64,47 @@ pub struct Run {
     #[arg(long, value_name = "DIR", env = "BRANCHPOOL_ROOT")]
     pub root: PathBuf,
     #[command(flatten)]
+    pub operator: Operator,
+    /// Plain HTTP for /healthz, /readyz and /metrics alone [default with --operator: 0.0.0.0:7434]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub health_listen: Option<SocketAddr>,
+    #[command(flatten)]
     pub common: Common,
+}
+
+/// The operator, who alone is then answered on TCP, by mutual TLS.
+#[derive(Debug, Args)]
+pub struct Operator {
+    /// Operator to enrol with, such as `https://branchpool-operator.branchpool-system.svc:443`; the API on
+    /// TCP is then for it alone, by mutual TLS, and --listen is 0.0.0.0:7433 unless given
+    #[arg(id = "operator", long, value_name = "URL", requires_all = ["operator_ca", "operator_token"], conflicts_with = "token_file")]
+    pub address: Option<enrol::Address>,
+    /// Certificates of the operator's CA in PEM; waited for, and followed when they change
+    #[arg(
+        id = "operator_ca",
+        long = "operator-ca",
+        value_name = "FILE",
+        requires = "operator"
+    )]
+    pub ca: Option<PathBuf>,
+    /// Token of this Pod for the operator, read anew for each certificate
+    #[arg(
+        id = "operator_token",
+        long = "operator-token",
+        value_name = "FILE",
+        requires = "operator"
+    )]
+    pub token: Option<PathBuf>,
+}
+
+impl Operator {
+    pub fn options(&self) -> Option<enrol::Options> {
+        Some(enrol::Options {
+            operator: self.address.clone()?,
+            bundle: self.ca.clone()?,
+            token: self.token.clone()?,
+        })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -216,6 +258,37 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn an_operator_needs_its_files_and_allows_no_token() {
+        let parse = |more: &[&str]| {
+            let words = ["branchpool-agent", "run", "--root", "/r"];
+            Cli::try_parse_from(words.iter().chain(more)).map_err(|error| error.to_string())
+        };
+        let operator = ["--operator", "https://op.ns.svc"];
+        let ca = ["--operator-ca", "/ca.crt"];
+        let token = ["--operator-token", "/token"];
+        let all = [operator, ca, token].concat();
+        let Command::Run(run) = parse(&all).unwrap().command else {
+            panic!("it is no run");
+        };
+        let options = run.operator.options().unwrap();
+        assert_eq!(options.operator.to_string(), "https://op.ns.svc:443");
+        assert!(parse(&[]).is_ok());
+        for (words, says) in [
+            ([operator, ca].concat(), "--operator-token"),
+            ([operator, token].concat(), "--operator-ca"),
+            ([ca, token].concat(), "--operator <URL>"),
+            ([&all[..], &["--token-file", "/t"]].concat(), "--token-file"),
+            (vec!["--operator", "http://op"], "https://"),
+        ] {
+            let refusal = parse(&words).unwrap_err();
+            assert!(refusal.contains(says), "{words:?}: {refusal}");
+        }
+        // On one machine there is no operator.
+        let words = ["branchpool-agent", "standalone", "-f", "."];
+        assert!(Cli::try_parse_from(words.iter().chain(&operator)).is_err());
     }
 
     #[test]

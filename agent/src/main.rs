@@ -1,5 +1,6 @@
 //! `branchpool-agent`: the supervisor, and below it the agent.
 
+mod caller;
 mod serve;
 
 use std::{ffi::OsString, process::ExitCode};

@@ -1,27 +1,24 @@
 //! The agent below its supervisor: preflight, engine, API, and an orderly end.
 
 use std::{
-    io::IsTerminal,
-    path::{Path, PathBuf},
-    process::ExitCode,
-    thread::available_parallelism,
-    time::Duration,
+    io::IsTerminal, path::Path, process::ExitCode, thread::available_parallelism, time::Duration,
 };
 
 use branchpool_agent::{
     cli::{Common, Listen, LogFormat, Run, Standalone},
     engine::{self, Config, Engine},
     gateway::{self, Certificate, Gateway},
-    http::{self, ListenError, Server},
+    http::{ListenError, Server, Tcp},
     plan::{Limits, Reach},
     preflight,
-    standalone::{self, manifests},
+    standalone::manifests,
     storage::{
         Layout, layout,
         loopfile::{self, LoopFile},
     },
 };
 use branchpool_supervisor::client::{self, Supervisor};
+use branchpool_tls::watching;
 use data_encoding::HEXLOWER;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sha2::{Digest, Sha256};
@@ -32,6 +29,8 @@ use tokio::{
 };
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
+
+use crate::caller::Caller;
 
 #[derive(Debug, Snafu)]
 enum Error {
@@ -49,6 +48,11 @@ enum Error {
     Gateway { source: gateway::Error },
     #[snafu(display("{source}"), context(false))]
     Manifests { source: manifests::Error },
+    #[snafu(
+        display("the operator's CA cannot be followed: {source}"),
+        context(false)
+    )]
+    Follow { source: watching::Error },
     #[snafu(
         display("the connection to the supervisor is unusable: {source}"),
         context(false)
@@ -71,7 +75,8 @@ impl Error {
             | Self::Layout { .. }
             | Self::Listen { .. }
             | Self::Gateway { .. }
-            | Self::Manifests { .. } => 78,
+            | Self::Manifests { .. }
+            | Self::Follow { .. } => 78,
             Self::Engine { source } => source.exit_code(),
             Self::SupervisorLost | Self::Supervisor { .. } => 69,
             Self::Runtime { .. } | Self::Ended { .. } => 1,
@@ -95,7 +100,7 @@ pub(super) fn standalone(options: Standalone) -> ExitCode {
                 .map_err(|_| Error::Ended { what: "mounting" })??;
             (file.mount_point().to_owned(), Some(file))
         };
-        let served = serve(&root, options.common, Some(options.manifests)).await;
+        let served = serve(&root, options.common, Caller::Manifests(options.manifests)).await;
         if let Some(file) = loop_file
             && let Err(problem) = tokio::task::spawn_blocking(move || file.unmount())
                 .await
@@ -109,7 +114,8 @@ pub(super) fn standalone(options: Standalone) -> ExitCode {
 
 pub(super) fn run(options: Run) -> ExitCode {
     in_runtime(options.common.log_format, async move {
-        serve(&options.root, options.common, None).await
+        let caller = Caller::of(&options).await?;
+        serve(&options.root, options.common, caller).await
     })
 }
 
@@ -159,21 +165,23 @@ fn raise_descriptor_limit() {
     let _refused = setrlimit(Resource::Nofile, raised);
 }
 
-async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> Result<(), Error> {
+async fn serve(root: &Path, common: Common, caller: Caller) -> Result<(), Error> {
     let mut terminate = Terminations::new().context(RuntimeSnafu)?;
     let found = look_around(root, &common).await?;
     let layout = Layout::new(root, &common.run_dir)?;
     layout.create()?;
-    let open_api = common.listen.is_some() && common.token_file.is_none();
     let socket = layout.agent_socket();
+    let listen = caller.listen(&common, socket.clone());
+    let open_api = matches!(
+        listen.tcp,
+        Some(Tcp::Plain {
+            token_file: None,
+            ..
+        })
+    );
     // Before any server is started: an address that cannot be had ends the agent. Callers wait in
     // the backlog.
-    let server = Server::bind(&http::Options {
-        socket: Some(socket.clone()),
-        tcp: common.listen,
-        token_file: common.token_file.clone(),
-    })
-    .await?;
+    let server = Server::bind(&listen).await?;
     let node = host_name();
     let gateway = match gateway_options(&common) {
         Some(options) => Some(Gateway::bind(options, &layout, &node).await?),
@@ -200,14 +208,11 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         default_concurrency: cores + 1,
     })
     .await?;
-    let following = match manifests {
-        // Before the first answer: a pool that is about to be known must not be called unknown.
-        Some(paths) => Some(standalone::start(engine.clone(), &paths).await?),
-        None => None,
-    };
+    let upkeep = caller.begin(&engine).await?;
     info!(
         socket = %socket.display(),
         tcp = ?server.tcp_address(),
+        health = ?server.health_address(),
         gateway = ?gateway.as_ref().map(Gateway::address),
         "serving"
     );
@@ -226,18 +231,13 @@ async fn serve(root: &Path, common: Common, manifests: Option<Vec<PathBuf>>) -> 
         }
         None => None,
     };
-    let mut following = tokio::spawn(async move {
-        match following {
-            Some(following) => following.run().await,
-            None => std::future::pending().await,
-        }
-    });
+    let mut upkeep = tokio::spawn(upkeep.run());
     let outcome = tokio::select! {
         () = terminate.next() => Ok(()),
         () = engine.supervisor_lost() => Err(Error::SupervisorLost),
-        _ = &mut following => Err(Error::Ended { what: "following the manifests" }),
+        _ = &mut upkeep => Err(Error::Ended { what: "keeping up with manifests or operator" }),
     };
-    following.abort();
+    upkeep.abort();
     if let Err(Error::SupervisorLost) = outcome {
         return outcome;
     }

@@ -14,7 +14,10 @@ pub mod watch;
 
 pub use client::{Client, ClientError, Target};
 pub use lease::{Lease, LeaseList, LeasePhase, LeaseRequest, PoolName, RenewRequest, ResetRequest};
-pub use node::{Condition, Gate, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space};
+pub use node::{
+    Condition, Gate, Isolation, LeaseProbe, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space,
+    TrustStatus,
+};
 pub use pool::{DesiredPool, GoldenPhase, GoldenStatus, PoolList, PoolStatus};
 pub use problem::{FieldError, Problem};
 pub use sql::{SqlColumn, SqlError, SqlRequest, SqlResult};

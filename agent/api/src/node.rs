@@ -127,6 +127,32 @@ pub struct PoolProbe {
     pub tombstones_max_bytes: u64,
 }
 
+/// The use of one bound lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LeaseProbe {
+    pub uid: String,
+    pub pool: PoolName,
+    /// Clients that are connected, those of SQL over HTTP included.
+    pub connections: u32,
+    /// When a client last logged in or sent anything; absent as in [`Lease`](crate::Lease).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_used_at: Option<u64>,
+}
+
+/// What an agent that an operator has certified trusts and shows. CAs are named by the SHA-256 of their
+/// certificates, in hexadecimal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TrustStatus {
+    /// The CAs that it accepts the operator's certificate of; first the one that signs.
+    pub trusts: Vec<String>,
+    /// The CA of the certificate that it shows.
+    pub issuer: String,
+    /// End of that certificate, in milliseconds since 1970.
+    pub expires_at: u64,
+}
+
 /// Answer of `GET /v1/node`. `docs/probe.md` maps its fields to those of the reference's probe.
 // Each bool is a fact of its own on the wire, not a state that an enum could name.
 #[allow(clippy::struct_excessive_bools)]
@@ -154,6 +180,9 @@ pub struct NodeStatus {
     pub branches: u32,
     pub leases: u32,
     pub pools: Vec<PoolProbe>,
+    /// Bound leases by uid, on a node with a gateway; empty in the watch.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lease_activity: Vec<LeaseProbe>,
     pub quarantined: Vec<Quarantined>,
     /// Directory, relative to the root, that holds what waits for deletion.
     pub trash_directory: String,
@@ -171,4 +200,7 @@ pub struct NodeStatus {
     pub session_driver: String,
     /// Wait for a preconnected session to close before it is cut.
     pub session_close_timeout_ms: u64,
+    /// Absent on a node without an operator, and before the first certificate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trust: Option<TrustStatus>,
 }

@@ -27,7 +27,7 @@ use std::{
     time::Duration,
 };
 
-use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport};
+use branchpool_agent_api::{DesiredPool, Isolation as IsolationReport, TrustStatus};
 use branchpool_sys::{
     cgroup::{self, Base},
     probe::{self, Feature},
@@ -48,6 +48,7 @@ use self::{
     world::{Clock, Parts, World},
 };
 use crate::{
+    blocking::{Interrupted, blocking},
     http::WatchLog,
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Reach, Records},
@@ -75,8 +76,8 @@ pub enum Error {
     Watcher { source: readiness::Error },
     #[snafu(display("{source}"))]
     Boot { source: boot::Error },
-    #[snafu(display("the start was interrupted: {message}"))]
-    Interrupted { message: String },
+    #[snafu(display("the start was interrupted: {source}"), context(false))]
+    Interrupted { source: Interrupted },
 }
 
 impl Error {
@@ -96,6 +97,17 @@ impl Error {
     }
 }
 
+/// What is known of an operator.
+#[derive(Debug, Default)]
+enum Operator {
+    #[default]
+    None,
+    Known {
+        /// Why it has not certified this agent, or not anew.
+        problem: Option<String>,
+    },
+}
+
 /// A running engine. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -108,6 +120,7 @@ pub struct Engine {
     journal: Journal,
     /// What is wrong with the manifests of a standalone agent.
     manifests: Arc<Mutex<Option<String>>>,
+    operator: Arc<Mutex<Operator>>,
     cgroups: Base,
     sql: Sql,
 }
@@ -143,6 +156,7 @@ impl Engine {
             key.clone(),
             config.reach,
         ));
+        let sql = Sql::new(config.sql);
         let (hand_overs, handed_over) = hand_over::queue();
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
@@ -158,7 +172,7 @@ impl Engine {
             user_per_branch: report.user_per_branch,
             build_time_limit: config.build_time_limit,
             log_cap: config.log_cap,
-            metrics: Metrics::new(),
+            metrics: Metrics::new(sql.metrics().clone()),
             events: events.clone(),
             hand_overs,
             cgroups: cgroups.clone(),
@@ -206,8 +220,9 @@ impl Engine {
             events,
             journal,
             manifests: Arc::default(),
+            operator: Arc::default(),
             cgroups,
-            sql: Sql::new(config.sql),
+            sql,
         })
     }
 
@@ -243,7 +258,7 @@ impl Engine {
 
     async fn remove_cgroups(&self) {
         let cgroups = self.cgroups.clone();
-        let removed = steps::blocking(move || {
+        let removed = blocking(move || {
             for name in cgroups.names()? {
                 cgroups.group(&name)?.remove()?;
             }
@@ -255,7 +270,7 @@ impl Engine {
                 error = crate::postgres::chain(&error),
                 "cgroups stay behind"
             ),
-            Err(error) => tracing::warn!(error, "cgroups stay behind"),
+            Err(error) => tracing::warn!(%error, "cgroups stay behind"),
         }
     }
 
@@ -265,6 +280,13 @@ impl Engine {
             .manifests
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = problem;
+    }
+
+    /// What an operator has certified, and why not, or not anew. From the first report on the node is ready
+    /// only with a certificate.
+    pub fn report_operator(&self, trust: Option<TrustStatus>, problem: Option<String>) {
+        *self.operator.lock().unwrap_or_else(PoisonError::into_inner) = Operator::Known { problem };
+        self.log.trust(trust);
     }
 
     /// Counts the generations of a pool that no API server counts: up with each change.
@@ -299,14 +321,6 @@ impl Engine {
     pub async fn supervisor_lost(&self) {
         self.world.supervisor.closed().await;
     }
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Error> {
-    steps::blocking(work)
-        .await
-        .map_err(|message| Error::Interrupted { message })
 }
 
 fn restore_images(world: &World, records: &Records) {

@@ -40,8 +40,10 @@ pub enum TokenError {
 
 #[derive(Clone, Debug)]
 pub(super) enum Guard {
-    /// The file's mode has decided already.
+    /// The file's mode has decided already, or the client's certificate.
     Open,
+    /// Whoever comes gets what the kubelet and a collector of metrics ask.
+    Health,
     LoopbackHost,
     Token(Token),
 }
@@ -50,6 +52,14 @@ impl Guard {
     pub(super) fn check<B>(&self, request: &Request<B>) -> Result<(), Problem> {
         match self {
             Self::Open => Ok(()),
+            Self::Health => match request.uri().path() {
+                "/healthz" | "/readyz" | "/metrics" => Ok(()),
+                _ => Err(Problem::new(
+                    404,
+                    "NoSuchPath",
+                    "this address serves /healthz, /readyz and /metrics alone",
+                )),
+            },
             Self::LoopbackHost => check_local(request.uri(), request.headers()),
             // The kubelet asks these without credentials, and they tell nothing.
             Self::Token(_) if matches!(request.uri().path(), "/healthz" | "/readyz") => Ok(()),

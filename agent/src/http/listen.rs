@@ -11,16 +11,21 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
+use branchpool_gateway::MAX_SOCKET_PATH;
+use branchpool_trust::{TlsListener, serve::Accept};
 use rustix::{
     fs::Mode,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
+use rustls::ServerConfig;
 use snafu::{ResultExt, Snafu, ensure};
-use tokio::net::{TcpListener, UnixListener};
-
-use crate::storage::layout::MAX_SOCKET_PATH;
+use tokio::{
+    net::{TcpListener, UnixListener},
+    sync::watch,
+};
 
 use super::guard::{Guard, Token, TokenError};
 
@@ -31,9 +36,35 @@ const BACKLOG: i32 = 1024;
 pub struct Options {
     /// Unix socket, made with mode 0600; its directory must exist.
     pub socket: Option<PathBuf>,
-    pub tcp: Option<SocketAddr>,
-    /// Bearer token wanted on TCP. Without one only loopback addresses can be served.
-    pub token_file: Option<PathBuf>,
+    pub tcp: Option<Tcp>,
+    /// Plain HTTP for `/healthz`, `/readyz` and `/metrics` alone.
+    pub health: Option<SocketAddr>,
+}
+
+/// The API on TCP.
+#[derive(Clone, Debug)]
+pub enum Tcp {
+    Plain {
+        address: SocketAddr,
+        /// Bearer token that is wanted. Without one only loopback addresses can be served.
+        token_file: Option<PathBuf>,
+    },
+    /// TLS whose configuration says which clients are let in.
+    Tls {
+        address: SocketAddr,
+        /// Of the moment; connections wait while there is none.
+        config: watch::Receiver<Option<Arc<ServerConfig>>>,
+    },
+}
+
+impl Tcp {
+    /// Without a token.
+    pub fn plain(address: SocketAddr) -> Self {
+        Self::Plain {
+            address,
+            token_file: None,
+        }
+    }
 }
 
 #[derive(Debug, Snafu)]
@@ -85,28 +116,77 @@ pub enum ListenError {
 
 #[derive(Debug)]
 pub(super) enum Listener {
-    Unix {
-        listener: UnixListener,
-        /// Removes the file with the listener.
-        _file: SocketFile,
-    },
+    Unix(UnixSocket),
     Tcp(TcpListener),
+    Tls(TlsListener),
 }
 
-pub(super) async fn open(options: &Options) -> Result<Vec<(Listener, Guard)>, ListenError> {
-    let mut listeners = Vec::new();
-    if let Some(address) = options.tcp {
-        let guard = tcp_guard(address, options.token_file.as_deref())?;
-        let listener = TcpListener::bind(address)
-            .await
-            .context(TcpSnafu { address })?;
-        listeners.push((Listener::Tcp(listener), guard));
+#[derive(Debug)]
+pub(super) struct UnixSocket {
+    listener: UnixListener,
+    /// Removes the file with the listener.
+    _file: SocketFile,
+}
+
+impl Accept for UnixSocket {
+    type Stream = tokio::net::UnixStream;
+
+    async fn accept(&mut self) -> io::Result<Self::Stream> {
+        Accept::accept(&mut self.listener).await
+    }
+}
+
+/// What is open. Addresses are as the system chose them where port 0 was asked for.
+#[derive(Debug, Default)]
+pub(super) struct Opened {
+    pub(super) listeners: Vec<(Listener, Guard)>,
+    pub(super) tcp: Option<SocketAddr>,
+    pub(super) health: Option<SocketAddr>,
+}
+
+pub(super) async fn open(options: &Options) -> Result<Opened, ListenError> {
+    let mut opened = Opened::default();
+    match &options.tcp {
+        None => {}
+        Some(Tcp::Plain {
+            address,
+            token_file,
+        }) => {
+            let guard = tcp_guard(*address, token_file.as_deref())?;
+            let (listener, at) = bind_tcp(*address).await?;
+            opened.tcp = Some(at);
+            opened.listeners.push((Listener::Tcp(listener), guard));
+        }
+        Some(Tcp::Tls { address, config }) => {
+            let (listener, at) = bind_tcp(*address).await?;
+            opened.tcp = Some(at);
+            let listener = TlsListener::new(listener, config.clone());
+            opened
+                .listeners
+                .push((Listener::Tls(listener), Guard::Open));
+        }
+    }
+    if let Some(address) = options.health {
+        let (listener, at) = bind_tcp(address).await?;
+        opened.health = Some(at);
+        opened
+            .listeners
+            .push((Listener::Tcp(listener), Guard::Health));
     }
     if let Some(path) = &options.socket {
-        listeners.push((open_socket(path)?, Guard::Open));
+        let socket = Listener::Unix(open_socket(path)?);
+        opened.listeners.push((socket, Guard::Open));
     }
-    ensure!(!listeners.is_empty(), NowhereSnafu);
-    Ok(listeners)
+    ensure!(!opened.listeners.is_empty(), NowhereSnafu);
+    Ok(opened)
+}
+
+async fn bind_tcp(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ListenError> {
+    let listener = TcpListener::bind(address)
+        .await
+        .context(TcpSnafu { address })?;
+    let at = listener.local_addr().context(TcpSnafu { address })?;
+    Ok((listener, at))
 }
 
 fn tcp_guard(address: SocketAddr, token_file: Option<&Path>) -> Result<Guard, ListenError> {
@@ -117,13 +197,13 @@ fn tcp_guard(address: SocketAddr, token_file: Option<&Path>) -> Result<Guard, Li
     Ok(Guard::LoopbackHost)
 }
 
-fn open_socket(path: &Path) -> Result<Listener, ListenError> {
+fn open_socket(path: &Path) -> Result<UnixSocket, ListenError> {
     let length = path.as_os_str().len();
     ensure!(length <= MAX_SOCKET_PATH, PathTooLongSnafu { path, length });
     remove_stale(path)?;
     let listener = bind(path).context(UnixSnafu { path })?;
     let file = SocketFile::of(path).context(UnixSnafu { path })?;
-    Ok(Listener::Unix {
+    Ok(UnixSocket {
         listener,
         _file: file,
     })

@@ -27,10 +27,9 @@ mod routes;
 mod server;
 pub mod service;
 mod sql;
-mod stall;
 pub mod watchlog;
 
-pub use listen::{ListenError, Options};
+pub use listen::{ListenError, Options, Tcp};
 pub use server::Server;
 pub use service::Service;
 pub use watchlog::{Subscription, WatchLog};

@@ -14,6 +14,7 @@ use axum::{
     routing::{get, post, put},
 };
 use branchpool_agent_api::{LeaseList, PoolList, PoolName, Problem, WatchEvent, problem::reason};
+use branchpool_trust::serve::stopped;
 use bytes::Bytes;
 use futures_util::stream;
 use tokio::sync::watch;
@@ -22,7 +23,6 @@ use super::{
     Service, Subscription,
     answer::{Refusal, json},
     input::{self, LEASE_BODY_LIMIT, POOL_BODY_LIMIT},
-    server::stopped,
     sql,
 };
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use branchpool_agent_api::{
-    Change, Lease, NodeStatus, PoolStatus, Problem, WatchEvent, problem::reason,
+    Change, Lease, NodeStatus, PoolStatus, Problem, TrustStatus, WatchEvent, problem::reason,
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
@@ -79,12 +79,25 @@ impl WatchLog {
     pub fn node(&self, mut node: NodeStatus) -> u64 {
         let mut state = self.state();
         node.revision = state.node.revision;
+        node.trust.clone_from(&state.node.trust);
         if node == state.node {
             return state.revision;
         }
         node.revision = state.revision + 1;
         state.node = node.clone();
         self.append(&mut state, Change::Node(Box::new(node)))
+    }
+
+    /// What is trusted and shown, which the rest of the node does not know of.
+    pub fn trust(&self, trust: Option<TrustStatus>) -> u64 {
+        let mut state = self.state();
+        if trust == state.node.trust {
+            return state.revision;
+        }
+        state.node.trust = trust;
+        state.node.revision = state.revision + 1;
+        let node = Box::new(state.node.clone());
+        self.append(&mut state, Change::Node(node))
     }
 
     pub fn pool(&self, pool: PoolStatus) -> u64 {

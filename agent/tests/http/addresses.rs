@@ -2,9 +2,9 @@
 
 use std::{os::unix::fs::PermissionsExt, os::unix::net::UnixListener, path::Path};
 
-use branchpool_agent::http::{ListenError, Options, Server};
+use branchpool_agent::http::{ListenError, Options, Server, Tcp};
 
-use crate::raw::{Request, Running};
+use crate::raw::{Request, Running, local};
 
 fn socket(path: &Path) -> Options {
     Options {
@@ -60,12 +60,15 @@ async fn impossible_addresses_are_refused_with_a_sentence() {
     assert!(refusal(&Options::default()).await.contains("give one"));
 
     let everywhere = Options {
-        tcp: Some("0.0.0.0:0".parse().unwrap()),
+        tcp: Some(Tcp::plain("0.0.0.0:0".parse().unwrap())),
         ..Options::default()
     };
     assert!(refusal(&everywhere).await.contains("no token file"));
     let no_token = Options {
-        token_file: Some(directory.path().join("token")),
+        tcp: Some(Tcp::Plain {
+            address: "0.0.0.0:0".parse().unwrap(),
+            token_file: Some(directory.path().join("token")),
+        }),
         ..everywhere
     };
     assert!(refusal(&no_token).await.contains("cannot be read"));
@@ -81,7 +84,7 @@ async fn the_longest_possible_socket_path_works() {
 
 #[tokio::test]
 async fn without_a_token_tcp_answers_local_programs_but_no_web_page() {
-    let server = Running::start(|options| options.tcp = Some("127.0.0.1:0".parse().unwrap())).await;
+    let server = Running::start(|options| options.tcp = Some(local())).await;
     let get = || Request::new("GET", "/v1/node");
     for host in ["localhost", "localhost:7000", "127.0.0.1", "[::1]:7000"] {
         assert_eq!(
@@ -120,8 +123,10 @@ async fn with_a_token_tcp_wants_it() {
     let token_file = directory.path().join("token");
     std::fs::write(&token_file, "0123456789abcdef\n").unwrap();
     let server = Running::start(|options| {
-        options.tcp = Some("127.0.0.1:0".parse().unwrap());
-        options.token_file = Some(token_file);
+        options.tcp = Some(Tcp::Plain {
+            address: "127.0.0.1:0".parse().unwrap(),
+            token_file: Some(token_file),
+        });
     })
     .await;
     let get = || Request::new("GET", "/v1/node").host("any.example");

@@ -8,7 +8,7 @@ use branchpool_agent_api::{
 };
 use serde_json::json;
 
-use crate::raw::{Running, patiently};
+use crate::raw::{Running, local, patiently};
 
 fn desired(name: &str, replicas: u32) -> DesiredPool {
     DesiredPool {
@@ -29,7 +29,7 @@ fn request(name: &str) -> LeaseRequest {
     }
 }
 
-async fn whole_life(client: &Client) {
+pub(crate) async fn whole_life(client: &Client) {
     let status = client.apply_pool("p1", &desired("shop", 2)).await.unwrap();
     assert_eq!(client.pools().await.unwrap(), slice::from_ref(&status));
     assert_eq!(client.pool(&status.name).await.unwrap(), status);
@@ -63,7 +63,7 @@ async fn whole_life(client: &Client) {
 
 #[tokio::test]
 async fn every_call_works_over_both_transports() {
-    let server = Running::start(|options| options.tcp = Some("127.0.0.1:0".parse().unwrap())).await;
+    let server = Running::start(|options| options.tcp = Some(local())).await;
     whole_life(&Client::new(Target::Unix(server.socket.clone()))).await;
     let address = format!("http://{}", server.tcp.unwrap());
     whole_life(&Client::new(address.parse().unwrap())).await;

@@ -6,7 +6,10 @@
 mod addresses;
 mod client;
 mod message;
+mod operator;
 mod raw;
 mod service;
 mod strictness;
+#[path = "../../../trust/tests/support/mod.rs"]
+mod trust;
 mod watch;

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use branchpool_agent::http::{Options, Server};
+use branchpool_agent::http::{Options, Server, Tcp};
 use tempfile::TempDir;
 use tokio::{
     net::{TcpStream, UnixStream},
@@ -14,11 +14,17 @@ use crate::message::exchange;
 pub(crate) use crate::message::{Reply, Request, patiently};
 use crate::service::InMemory;
 
+/// A port of this machine, without a token.
+pub(crate) fn local() -> Tcp {
+    Tcp::plain("127.0.0.1:0".parse().unwrap())
+}
+
 /// A server with its directory; stopped in order by [`Running::stop`].
 pub(crate) struct Running {
     pub(crate) service: InMemory,
     pub(crate) socket: PathBuf,
     pub(crate) tcp: Option<SocketAddr>,
+    pub(crate) health: Option<SocketAddr>,
     stop: oneshot::Sender<()>,
     serving: JoinHandle<()>,
     _directory: TempDir,
@@ -43,6 +49,7 @@ impl Running {
         adjust(&mut options);
         let server = Server::bind(&options).await.unwrap();
         let tcp = server.tcp_address();
+        let health = server.health_address();
         let (stop, stopped) = oneshot::channel();
         let serving = tokio::spawn(server.serve(service.clone(), async {
             let _ = stopped.await;
@@ -51,6 +58,7 @@ impl Running {
             service,
             socket,
             tcp,
+            health,
             stop,
             serving,
             _directory: directory,

@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
 mod bounds;
-mod driver;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
 mod neon;
+#[path = "../neon/mod.rs"]
+mod neon_driver;
 mod own;
 mod postgres;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
@@ -23,7 +24,7 @@ use serde_json::Value;
 use crate::{
     message::{Reply, Request},
     postgres::Postgres,
-    raw::Running,
+    raw::{Running, local},
     service::InMemory,
 };
 
@@ -42,7 +43,7 @@ impl Node {
         let postgres = Postgres::start().await;
         let service = InMemory::with(limits);
         service.sql_target("shop", postgres.target());
-        let tcp = Some("127.0.0.1:0".parse().unwrap());
+        let tcp = Some(local());
         let agent = Running::serve(service, |options| options.tcp = tcp).await;
         Self { postgres, agent }
     }

@@ -1,14 +1,16 @@
-//! `POST /sql` byte by byte; [`crate::driver`] has the driver itself.
+//! `POST /sql`, byte by byte and by the published driver.
 
+use branchpool_agent::http::Tcp;
 use serde_json::{Value, json};
 
 use crate::{
     Node,
     message::{Reply, Request},
+    neon_driver::check_driver,
     service::PASSWORD,
 };
 
-pub(crate) fn address(database: &str, more: &str) -> String {
+fn address(database: &str, more: &str) -> String {
     let password = PASSWORD.replace(':', "%3A").replace('@', "%40");
     format!("postgresql://app.shop:{password}@db.example.com/{database}{more}")
 }
@@ -146,8 +148,10 @@ async fn the_password_is_the_token_of_this_door_alone() {
     let token = directory.path().join("token");
     std::fs::write(&token, "0123456789abcdef").unwrap();
     let agent = crate::Running::serve(service, |options| {
-        options.tcp = Some("127.0.0.1:0".parse().unwrap());
-        options.token_file = Some(token);
+        options.tcp = Some(Tcp::Plain {
+            address: "127.0.0.1:0".parse().unwrap(),
+            token_file: Some(token),
+        });
     })
     .await;
     let node = Node { postgres, agent };
@@ -184,5 +188,13 @@ async fn who_is_not_let_in_learns_nothing_else() {
     let address = format!("postgresql://app.gone:{password}@host/app");
     let reply = post(&node, &[("Neon-Connection-String", &address)], &body).await;
     assert_eq!(reply.problem().reason, "LeaseNotFound");
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_published_driver_works_unchanged() {
+    let node = Node::start().await;
+    let endpoint = format!("http://{}/sql", node.agent.tcp.unwrap());
+    check_driver(endpoint, address("app", "?sslmode=require")).await;
     node.stop().await;
 }

@@ -12,6 +12,7 @@ mod chaos;
 mod container;
 mod full_disk;
 mod gateway;
+mod held;
 mod image;
 mod inmate;
 mod inspect;
@@ -21,13 +22,18 @@ mod loop_btrfs;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
+#[path = "../neon/mod.rs"]
+mod neon_driver;
 mod node;
+mod operator;
 mod reboot;
 mod reload;
 mod sql;
 mod starvation;
 mod stop;
 mod takeover;
+#[path = "../../../trust/tests/support/mod.rs"]
+mod trust;
 
 pub(crate) fn agent_binary() -> std::path::PathBuf {
     env!("CARGO_BIN_EXE_branchpool-agent").into()

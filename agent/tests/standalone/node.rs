@@ -1,9 +1,13 @@
 //! A real standalone agent on a real Btrfs in a file, with real Postgres.
 
+#[path = "node/addresses.rs"]
+mod addresses;
 #[path = "node/processes.rs"]
 mod processes;
 #[path = "node/sql.rs"]
 mod sql;
+#[path = "node/waits.rs"]
+mod waits;
 
 use std::{
     fs,
@@ -13,7 +17,7 @@ use std::{
 };
 
 use branchpool_agent_api::{
-    Lease, LeaseRequest, PoolName, PoolStatus, ResetRequest,
+    Lease, LeaseRequest, PoolName, ResetRequest,
     client::{Client, ClientError, Target},
 };
 use tempfile::TempDir;
@@ -55,6 +59,8 @@ pub(crate) struct Setup {
     pub(crate) args: Vec<String>,
     /// A command that runs the agent as its only child, with arguments.
     pub(crate) wrapper: Vec<&'static str>,
+    /// With an operator in place of manifests: the branch filesystem.
+    pub(crate) operated: Option<PathBuf>,
 }
 
 impl Setup {
@@ -65,6 +71,7 @@ impl Setup {
             gateway: "none",
             args: Vec::new(),
             wrapper: Vec::new(),
+            operated: None,
         }
     }
 }
@@ -79,6 +86,12 @@ pub(crate) struct Node {
 impl Node {
     /// Started, and answering.
     pub(crate) async fn start(setup: Setup) -> Self {
+        let mut node = Self::launched(setup);
+        node.wait_serving().await;
+        node
+    }
+
+    pub(crate) fn launched(setup: Setup) -> Self {
         let dir = tempfile::Builder::new().prefix("bpn").tempdir().unwrap();
         // The servers' users pass through.
         fs::set_permissions(
@@ -98,7 +111,6 @@ impl Node {
             client,
         };
         node.launch();
-        node.wait_serving().await;
         node
     }
 
@@ -118,16 +130,21 @@ impl Node {
         let agent = crate::agent_binary();
         let agent = agent.to_str().expect("paths of builds should be UTF-8");
         let words = [self.setup.wrapper.as_slice(), &[agent]].concat();
-        let child = Command::new(words[0])
-            .args(&words[1..])
-            .arg("standalone")
-            .arg("-f")
-            .arg(self.manifest_dir())
-            .arg("--data-dir")
-            .arg(self.dir.path().join("data"))
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]);
+        match &self.setup.operated {
+            Some(root) => command.arg("run").arg("--root").arg(root),
+            None => command
+                .arg("standalone")
+                .arg("-f")
+                .arg(self.manifest_dir())
+                .arg("--data-dir")
+                .arg(self.dir.path().join("data"))
+                .args(["--size", self.setup.size]),
+        };
+        let child = command
             .arg("--run-dir")
             .arg(self.dir.path().join("run"))
-            .args(["--size", self.setup.size])
             .args(["--gateway", self.setup.gateway])
             .args(&self.setup.args)
             .stdin(Stdio::null())
@@ -216,20 +233,6 @@ impl Node {
         fs::read_to_string(self.log_path()).unwrap_or_default()
     }
 
-    /// Where the HTTP API is on TCP, by the log of the last start.
-    pub(crate) fn tcp_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("tcp=Some(").expect("it listens on TCP");
-        address.split(')').next().unwrap().to_owned()
-    }
-
-    /// Where the gateway is, by the log of the last start.
-    pub(crate) fn gateway_address(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.rsplit_once("gateway=Some(").expect("it has a gateway");
-        address.split(')').next().unwrap().to_owned()
-    }
-
     pub(crate) fn supervisor_pid(&self) -> u32 {
         let started = self.supervisor.as_ref().expect("the agent runs").id();
         if self.setup.wrapper.is_empty() {
@@ -292,99 +295,11 @@ impl Node {
             .find(|pid| command_of(*pid).contains(&config))
     }
 
-    /// Waits until a pool's status is as wanted, woken by the watch.
-    pub(crate) async fn wait_pool(
-        &self,
-        name: &str,
-        wanted: impl Fn(&PoolStatus) -> bool,
-    ) -> PoolStatus {
-        let pool = pool_name(name);
-        let waited = tokio::time::timeout(Duration::from_secs(120), async {
-            loop {
-                // A lost watch is taken up again: the agent may be killed meanwhile.
-                let Ok(mut watch) = self.client.watch(None).await else {
-                    tokio::time::sleep(Duration::from_millis(10)).await;
-                    continue;
-                };
-                loop {
-                    if let Ok(status) = self.client.pool(&pool).await
-                        && wanted(&status)
-                    {
-                        return status;
-                    }
-                    match watch.next().await {
-                        Ok(Some(_)) => {}
-                        Ok(None) | Err(_) => break,
-                    }
-                }
-            }
-        });
-        let Ok(status) = waited.await else {
-            panic!(
-                "pool {name} is {:#?}\n{}",
-                self.client.pool(&pool).await,
-                self.log()
-            );
-        };
-        status
-    }
-
-    pub(crate) async fn wait_full(&self, name: &str) -> PoolStatus {
-        self.wait_pool(name, |pool| {
-            pool.ready == pool.desired && pool.warming == 0 && pool.cleaning == 0
-        })
-        .await
-    }
-
-    /// Waits until a lease is as wanted; the agent may be killed meanwhile.
-    pub(crate) async fn wait_lease(&self, uid: &str, wanted: impl Fn(&Lease) -> bool) -> Lease {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            let found = self.client.get_lease(uid).await;
-            match &found {
-                Ok(lease) if wanted(lease) => return lease.clone(),
-                Err(error) => assert!(error.is_transport(), "{uid}: {error}"),
-                Ok(_) => {}
-            }
-            assert!(Instant::now() < deadline, "{found:#?}\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    }
-
-    /// Waits until a pool is not there any more.
-    pub(crate) async fn wait_pool_gone(&self, name: &str) {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            match self.client.pool(&pool_name(name)).await {
-                Err(error) if error.is("PoolNotFound") => return,
-                found => assert!(Instant::now() < deadline, "{found:#?}\n{}", self.log()),
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    }
-
     pub(crate) async fn lease(&self, pool: &str, uid: &str) -> Result<Lease, ClientError> {
         self.client
             .lease(uid, &request(pool))
             .await
             .map(|(lease, _)| lease)
-    }
-
-    /// Asks again until a branch is ready.
-    pub(crate) async fn lease_patiently(&self, pool: &str, uid: &str) -> Lease {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            match self.lease(pool, uid).await {
-                Ok(lease) => return lease,
-                Err(error) => assert!(
-                    (error.is("NoBranchReady") || error.is_transport())
-                        && Instant::now() < deadline,
-                    "no lease: {error}\n{}",
-                    self.log()
-                ),
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
     }
 
     pub(crate) async fn reset(&self, uid: &str, token: &str) -> Result<Lease, ClientError> {

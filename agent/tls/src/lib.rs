@@ -2,12 +2,14 @@
 //! the node's own. Either way it comes as a value to watch: a connection that is accepted takes what is
 //! there then, and keeps it.
 
+pub mod ca;
 mod files;
 mod identity;
 mod names;
 mod own;
 mod pem;
 mod store;
+pub mod watching;
 
 use std::sync::Arc;
 

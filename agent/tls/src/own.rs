@@ -10,12 +10,8 @@ use std::{
     time::Duration as StdDuration,
 };
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
-};
+use rcgen::{KeyPair, PublicKeyData};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use sha2::{Digest, Sha256};
 use snafu::{ResultExt, Snafu, ensure};
 use time::{Duration, OffsetDateTime};
 use tokio::sync::watch;
@@ -24,6 +20,7 @@ use x509_parser::{certificate::X509Certificate, prelude::FromDer};
 
 use crate::{
     Identities, TlsIdentity,
+    ca::{self, Ca, Leaf, Usage},
     identity::endpoint_hash,
     names::Names,
     pem,
@@ -39,8 +36,6 @@ const CA_TERM: Duration = Duration::days(3650);
 const SERVER_TERM: Duration = Duration::days(90);
 /// Before the end of a server's certificate; clocks may be set and the machine may sleep meanwhile.
 const RENEW_BEFORE: Duration = Duration::days(30);
-/// Clients' clocks may be behind.
-const BACKDATED: Duration = Duration::hours(1);
 /// After a renewal that failed, as on a full disk.
 const RETRY: StdDuration = StdDuration::from_secs(3600);
 
@@ -69,6 +64,9 @@ pub enum Error {
 
     #[snafu(display("a certificate could not be made: {source}"))]
     Issue { source: rcgen::Error },
+
+    #[snafu(transparent)]
+    Authority { source: ca::Error },
 
     #[snafu(display("the certificate just made is unusable: {source}"))]
     Unusable { source: rustls::Error },
@@ -99,8 +97,8 @@ impl OwnAuthority {
                 names,
             };
             let server = office.server(Wanted::AsGoodAs, OffsetDateTime::now_utc())?;
-            let certificate = office.authority(OffsetDateTime::now_utc())?.certificate;
-            Ok((office, server, certificate))
+            let authority = office.authority(OffsetDateTime::now_utc())?;
+            Ok((office, server, authority.certificate_pem().to_owned()))
         });
         let (office, server, certificate) = opened.await?;
         let certificate_path = office.store.path(CA_CERTIFICATE);
@@ -158,12 +156,6 @@ struct Office {
     names: Names,
 }
 
-struct Authority {
-    key: KeyPair,
-    /// PEM.
-    certificate: String,
-}
-
 struct ServerCertificate {
     identity: Arc<TlsIdentity>,
     renew_in: StdDuration,
@@ -178,27 +170,23 @@ impl Office {
         {
             return Ok(server);
         }
-        let text = self.issue(authority, now)?;
+        let text = self.issue(&authority, now)?;
         self.store.write(SERVER, Reach::Owner, text.as_bytes())?;
         served(text.as_bytes(), now).map_err(|source| Error::Unusable { source })
     }
 
-    fn authority(&self, now: OffsetDateTime) -> Result<Authority, Error> {
+    fn authority(&self, now: OffsetDateTime) -> Result<Ca, Error> {
         let found = self.store.read(CA_CERTIFICATE)?;
         let key = self.authority_key(found.is_some())?;
         if let Some(text) = found
             && self.lasts(&text, &key, now)?
         {
-            let certificate = String::from_utf8_lossy(&text).into_owned();
-            return Ok(Authority { key, certificate });
+            return Ok(Ca::of(key, &String::from_utf8_lossy(&text))?);
         }
-        let certificate = ca_parameters(&key, now)
-            .self_signed(&key)
-            .context(IssueSnafu)?
-            .pem();
-        self.store
-            .write(CA_CERTIFICATE, Reach::Everyone, certificate.as_bytes())?;
-        Ok(Authority { key, certificate })
+        let ca = Ca::certify(key, CA_TERM, None, now)?;
+        let text = ca.certificate_pem().as_bytes();
+        self.store.write(CA_CERTIFICATE, Reach::Everyone, text)?;
+        Ok(ca)
     }
 
     fn authority_key(&self, certified: bool) -> Result<KeyPair, Error> {
@@ -232,56 +220,29 @@ impl Office {
     fn still_good(
         &self,
         text: &[u8],
-        authority: &Authority,
+        authority: &Ca,
         now: OffsetDateTime,
     ) -> Option<ServerCertificate> {
         let chain = chain(text)?;
         let (_, certificate) = X509Certificate::from_der(&chain[0]).ok()?;
-        let ca_chain = self::chain(authority.certificate.as_bytes())?;
-        let (_, ca) = X509Certificate::from_der(&ca_chain[0]).ok()?;
         let fits = valid_for(&certificate, now, RENEW_BEFORE)
             && Names::of_certificate(&certificate).as_ref() == Some(&self.names)
-            && certificate.verify_signature(Some(ca.public_key())).is_ok();
+            && ca::is_signed_by(&chain[0], authority.certificate());
         fits.then(|| served(text, now).ok()).flatten()
     }
 
     /// A new key and its certificate, in PEM.
-    fn issue(&self, authority: Authority, now: OffsetDateTime) -> Result<String, Error> {
-        let parameters = ca_parameters(&authority.key, now);
-        let issuer = Issuer::new(parameters, authority.key);
+    fn issue(&self, authority: &Ca, now: OffsetDateTime) -> Result<String, Error> {
         let key = KeyPair::generate().context(IssueSnafu)?;
-        let mut parameters = CertificateParams::default();
-        parameters.subject_alt_names = self.names.subject_alt_names().context(IssueSnafu)?;
-        parameters.distinguished_name = common_name("branchpool node");
-        parameters.not_before = now - BACKDATED;
-        parameters.not_after = now + SERVER_TERM;
-        parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        parameters.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        parameters.use_authority_key_identifier_extension = true;
-        let certificate = parameters.signed_by(&key, &issuer).context(IssueSnafu)?;
+        let leaf = Leaf {
+            common_name: "branchpool node",
+            names: self.names.subject_alt_names().context(IssueSnafu)?,
+            usage: Usage::Server,
+            term: SERVER_TERM,
+        };
+        let certificate = authority.issue(&key, leaf, now)?;
         Ok(key.serialize_pem() + &certificate.pem())
     }
-}
-
-/// The same key always makes the same name, so that a certificate signed anew takes the old one's place;
-/// nodes differ in it, so that their CAs can be trusted side by side.
-fn ca_parameters(key: &KeyPair, now: OffsetDateTime) -> CertificateParams {
-    let digest = Sha256::digest(key.subject_public_key_info());
-    let id = u32::from_be_bytes([digest[0], digest[1], digest[2], digest[3]]);
-    let mut parameters = CertificateParams::default();
-    parameters.distinguished_name = common_name(&format!("branchpool CA {id:08x}"));
-    parameters.serial_number = Some(SerialNumber::from(now.unix_timestamp().unsigned_abs()));
-    parameters.not_before = now - BACKDATED;
-    parameters.not_after = now + CA_TERM;
-    parameters.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    parameters.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    parameters
-}
-
-fn common_name(name: &str) -> DistinguishedName {
-    let mut distinguished = DistinguishedName::new();
-    distinguished.push(DnType::CommonName, name);
-    distinguished
 }
 
 fn valid_for(certificate: &X509Certificate<'_>, now: OffsetDateTime, span: Duration) -> bool {

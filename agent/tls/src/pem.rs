@@ -16,7 +16,10 @@ use snafu::{ResultExt, Snafu, ensure};
 use time::OffsetDateTime;
 use x509_parser::{certificate::X509Certificate, prelude::FromDer};
 
-use crate::identity::{TlsIdentity, endpoint_hash};
+use crate::{
+    identity::{TlsIdentity, endpoint_hash},
+    watching,
+};
 
 /// Most bytes of a file with a certificate or a key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -75,8 +78,8 @@ pub enum Error {
         source: rustls::Error,
     },
 
-    #[snafu(display("cannot watch certificate files for changes: {source}"))]
-    Watch { source: notify::Error },
+    #[snafu(transparent)]
+    Watch { source: watching::Error },
 }
 
 /// What two files hold.

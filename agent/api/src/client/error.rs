@@ -29,12 +29,18 @@ pub enum ClientError {
     Forbidden { target: Target, source: io::Error },
 
     #[snafu(display(
+        "the certificates do not fit between this client and {target} ({source}); one of them may be about to be renewed"
+    ))]
+    Handshake { target: Target, source: io::Error },
+
+    #[snafu(display(
         "the agent at {target} did not answer within {seconds} s; see its log for what holds it up"
     ))]
     Timeout { target: Target, seconds: u64 },
 
     #[snafu(display(
-        "the connection to the agent at {target} broke ({source}); it may be restarting, try again"
+        "the connection to the agent at {target} broke ({}); it may be restarting, try again",
+        innermost(source)
     ))]
     Broken {
         target: Target,
@@ -89,7 +95,19 @@ impl ClientError {
     pub fn is_transport(&self) -> bool {
         matches!(
             self,
-            Self::Connect { .. } | Self::Timeout { .. } | Self::Broken { .. }
+            Self::Connect { .. }
+                | Self::Handshake { .. }
+                | Self::Timeout { .. }
+                | Self::Broken { .. }
         )
     }
+}
+
+/// What hyper's errors are about, such as an alert of TLS, is in their source alone.
+fn innermost(error: &hyper::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause.to_string()
 }

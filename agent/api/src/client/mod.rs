@@ -1,5 +1,5 @@
-//! Client of the agent's HTTP API: HTTP/1.1 over a Unix socket or TCP, with connections kept for
-//! the next request.
+//! Client of the agent's HTTP API: HTTP/1.1 over a Unix socket, TCP or mutual TLS, with connections
+//! kept for the next request.
 
 mod error;
 mod target;
@@ -12,7 +12,11 @@ use bytes::Bytes;
 use hyper::Method;
 use serde::{Serialize, de::DeserializeOwned};
 
-pub use self::{error::ClientError, target::Target, watch::Watch};
+pub use self::{
+    error::ClientError,
+    target::{Target, Tls},
+    watch::Watch,
+};
 use self::{error::DecodeSnafu, transport::Transport};
 use crate::{
     DesiredPool, Lease, LeaseList, LeaseRequest, NodeStatus, PoolList, PoolName, PoolStatus,

@@ -1,14 +1,85 @@
 //! Where an agent is.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
 
-/// Written `unix:/path` (or plain `/path`) and `http://host:port`.
+use rustls::{
+    ClientConfig,
+    pki_types::{InvalidDnsNameError, ServerName},
+};
+use tokio::sync::watch;
+
+/// Written `unix:/path` (or plain `/path`) and `http://host:port`; mutual TLS takes more than a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     Unix(PathBuf),
     /// `host:port`.
     Tcp(String),
+    Tls(Tls),
 }
+
+/// An agent that is reached by mutual TLS.
+#[derive(Clone)]
+pub struct Tls {
+    /// `host:port`.
+    address: String,
+    /// In the agent's certificate.
+    name: ServerName<'static>,
+    /// What the client shows and trusts: each connection takes what is there then, and keeps it.
+    config: watch::Receiver<Arc<ClientConfig>>,
+}
+
+impl Tls {
+    /// `address` is `host:port`; `name` is what the agent's certificate must be for.
+    pub fn new(
+        address: impl Into<String>,
+        name: &str,
+        config: watch::Receiver<Arc<ClientConfig>>,
+    ) -> Result<Self, InvalidDnsNameError> {
+        Ok(Self {
+            address: address.into(),
+            name: ServerName::try_from(name.to_owned())?,
+            config,
+        })
+    }
+
+    pub(super) fn address(&self) -> &str {
+        &self.address
+    }
+
+    pub(super) fn name(&self) -> ServerName<'static> {
+        self.name.clone()
+    }
+
+    pub(super) fn config(&self) -> Arc<ClientConfig> {
+        Arc::clone(&self.config.borrow())
+    }
+}
+
+impl fmt::Display for Tls {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "https://{} as {}",
+            self.address,
+            self.name.to_str()
+        )
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Tls({self})")
+    }
+}
+
+/// The same agent, whatever is shown to it.
+impl PartialEq for Tls {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.address, &self.name) == (&other.address, &other.name)
+    }
+}
+
+impl Eq for Tls {}
 
 /// Port when an `http://` address has none.
 const DEFAULT_PORT: u16 = 80;
@@ -18,6 +89,7 @@ impl fmt::Display for Target {
         match self {
             Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
             Self::Tcp(authority) => write!(formatter, "http://{authority}"),
+            Self::Tls(tls) => fmt::Display::fmt(tls, formatter),
         }
     }
 }
@@ -36,7 +108,9 @@ impl FromStr for Target {
             return tcp(rest);
         }
         if text.starts_with("https://") {
-            return Err("an agent speaks plain HTTP here, use http://HOST:PORT".to_owned());
+            return Err(
+                "by HTTPS an agent answers its operator alone, use http://HOST:PORT".to_owned(),
+            );
         }
         Err("must be unix:/PATH or http://HOST:PORT".to_owned())
     }
@@ -93,7 +167,7 @@ mod tests {
             ("", "unix:/PATH"),
             ("localhost:8080", "http://HOST:PORT"),
             ("unix:run/a.sock", "start with '/'"),
-            ("https://node:1", "plain HTTP"),
+            ("https://node:1", "operator alone"),
             ("http://node:1/v1", "nothing after"),
             ("http://me@node:1", "user name"),
             ("http://node:x", "65535"),

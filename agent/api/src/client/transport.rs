@@ -21,12 +21,13 @@ use tokio::{
     net::{TcpStream, UnixStream},
     time::timeout,
 };
+use tokio_rustls::TlsConnector;
 
 use super::{
     ClientError, Target,
     error::{
-        BrokenSnafu, ConnectSnafu, ForbiddenSnafu, RequestSnafu, TimeoutSnafu, TokenSnafu,
-        TooLongSnafu, UnexpectedSnafu,
+        BrokenSnafu, ConnectSnafu, ForbiddenSnafu, HandshakeSnafu, RequestSnafu, TimeoutSnafu,
+        TokenSnafu, TooLongSnafu, UnexpectedSnafu,
     },
 };
 use crate::problem::{PROBLEM_MEDIA_TYPE, Problem};
@@ -72,6 +73,7 @@ impl Transport {
         let host = match &target {
             Target::Unix(_) => "localhost".to_owned(),
             Target::Tcp(authority) => authority.clone(),
+            Target::Tls(tls) => tls.address().to_owned(),
         };
         Self {
             inner: Arc::new(Inner {
@@ -232,16 +234,31 @@ impl Transport {
                 self.handshake(stream).await
             }
             Target::Tcp(authority) => {
-                let stream = TcpStream::connect(authority)
+                let stream = self.connect_tcp(authority).await?;
+                self.handshake(stream).await
+            }
+            Target::Tls(tls) => {
+                let stream = self.connect_tcp(tls.address()).await?;
+                let stream = TlsConnector::from(tls.config())
+                    .connect(tls.name(), stream)
                     .await
-                    .map_err(|error| self.unreachable(error))?;
-                // Requests are single small writes; waiting to fill a packet only adds delay.
-                stream
-                    .set_nodelay(true)
-                    .map_err(|error| self.unreachable(error))?;
+                    .context(HandshakeSnafu {
+                        target: self.target().clone(),
+                    })?;
                 self.handshake(stream).await
             }
         }
+    }
+
+    async fn connect_tcp(&self, address: &str) -> Result<TcpStream, ClientError> {
+        let stream = TcpStream::connect(address)
+            .await
+            .map_err(|error| self.unreachable(error))?;
+        // Requests are single small writes; waiting to fill a packet only adds delay.
+        stream
+            .set_nodelay(true)
+            .map_err(|error| self.unreachable(error))?;
+        Ok(stream)
     }
 
     async fn handshake<S>(&self, stream: S) -> Result<Sender, ClientError>

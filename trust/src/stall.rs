@@ -14,7 +14,7 @@ use tokio::{
 
 /// Fails a write that makes no progress for `limit`.
 #[derive(Debug)]
-pub(super) struct StallLimit<S> {
+pub(crate) struct StallLimit<S> {
     stream: S,
     limit: Duration,
     /// Set while a write waits.
@@ -22,7 +22,7 @@ pub(super) struct StallLimit<S> {
 }
 
 impl<S> StallLimit<S> {
-    pub(super) fn new(stream: S, limit: Duration) -> Self {
+    pub(crate) fn new(stream: S, limit: Duration) -> Self {
         Self {
             stream,
             limit,
