@@ -11,7 +11,7 @@ CLUSTER_ARGS ?=
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: demo
 demo: setup ## Start one node, lease branches of a sample database, show that they are separate (root)
@@ -66,5 +66,6 @@ setup: ## Install what the demo needs and the machine lacks (root; silent when n
 	@scripts/setup
 
 .PHONY: clean
-clean: ## Remove everything that was built
+clean: ## Remove everything that was built, and the cluster if it runs
+	@[ ! -e "$${CARGO_TARGET_DIR:-target}/kubernetes/clusters/cluster.lock" ] || $(MAKE) cluster-down
 	@cargo clean
