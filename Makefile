@@ -17,7 +17,8 @@ demo: setup ## Start one node, lease branches of a sample database, show that th
 	@scripts/demo
 
 .PHONY: test
-test: setup ## Run every test, against real Btrfs and real Postgres (root)
+test: ## Run every test, against real Btrfs and real Postgres, with real drivers (root)
+	@scripts/setup test $(TEST_ARGS)
 	@scripts/test $(TEST_ARGS)
 
 .PHONY: lint
@@ -29,7 +30,8 @@ fmt: ## Format the code
 	@cargo fmt --all
 
 .PHONY: bench
-bench: setup ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
+bench: ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
+	@scripts/setup bench $(BENCH_ARGS)
 	@cargo build --quiet --locked --release --package branchpool-agent
 	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
@@ -43,7 +45,7 @@ audit: ## Look for known vulnerabilities in the dependencies (network)
 	@cargo deny --all-features check advisories
 
 .PHONY: setup
-setup: ## Install what demo and test need and the machine lacks (root; silent when nothing is missing)
+setup: ## Install what the demo needs and the machine lacks (root; silent when nothing is missing)
 	@scripts/setup
 
 .PHONY: clean

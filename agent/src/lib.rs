@@ -1,5 +1,6 @@
 //! The node agent: golden images, pools of prestarted Postgres branches, leases.
 
+mod blocking;
 pub mod cli;
 pub mod credentials;
 pub mod engine;

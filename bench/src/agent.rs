@@ -27,6 +27,8 @@ pub(crate) const DATABASE: &str = "app";
 
 /// For anything that the agent is waited for.
 const PATIENCE: Duration = Duration::from_mins(2);
+/// For an agent that is told to stop because its run was broken off.
+const GOODBYE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 pub(crate) struct Agent {
@@ -78,7 +80,7 @@ fn spec(options: &Options, endpoint: Endpoint, replicas: u32) -> Value {
     json!({
         "replicas": replicas,
         "maxBranches": options.max_branches,
-        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE, "parameters": endpoint.parameters() },
+        "postgres": { "version": options.major, "database": DATABASE, "role": ROLE, "tuning": options.tuning, "parameters": endpoint.parameters() },
         "source": { "sql": { "scripts": [{
             "name": "items",
             "sql": "CREATE TABLE items AS SELECT id, md5(id::text) AS body FROM generate_series(1, 100000) AS id;
@@ -280,11 +282,7 @@ impl Agent {
 
     /// Stops the agent in order, and makes sure that nothing of it is left.
     pub(crate) async fn stop(mut self, root: &Path) -> Result<()> {
-        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
-        let pid = pid
-            .and_then(Pid::from_raw)
-            .whatever_context("the agent is gone")?;
-        kill_process(pid, Signal::TERM).whatever_context("cannot stop the agent")?;
+        self.tell_to_stop();
         let status = timeout(PATIENCE, self.child.wait())
             .await
             .whatever_context("the agent does not stop")?
@@ -300,6 +298,32 @@ impl Agent {
             crate::checks::shards_are_empty(&root.join(kind))?;
         }
         Ok(())
+    }
+}
+
+impl Agent {
+    fn tell_to_stop(&self) {
+        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
+        if let Some(pid) = pid.and_then(Pid::from_raw) {
+            let _gone = kill_process(pid, Signal::TERM);
+        }
+    }
+}
+
+impl Drop for Agent {
+    /// SIGKILL, which comes with the account's end, would leave the agent's cgroups behind.
+    fn drop(&mut self) {
+        // A second signal tells it not to wait for its servers.
+        for _ in 0..2 {
+            self.tell_to_stop();
+            let deadline = Instant::now() + GOODBYE;
+            while Instant::now() < deadline {
+                if !matches!(self.child.try_wait(), Ok(None)) {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
     }
 }
 

@@ -46,7 +46,7 @@ impl Connection {
         Ok(Self(Box::new(stream)))
     }
 
-    async fn ask(&mut self, request: &[u8]) -> Result<Answer> {
+    pub(crate) async fn ask(&mut self, request: &[u8]) -> Result<Answer> {
         let started = Instant::now();
         self.0
             .write_all(request)

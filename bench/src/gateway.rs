@@ -1,10 +1,11 @@
-//! The gateway beside direct connections and pgbouncer: how fast a client is in, how much it gets
+//! The gateway beside direct connections, pgbouncer and a bare copying loop: how fast a client is in, how much it gets
 //! through, and what it costs to let it stay.
 
 mod client;
 mod connect;
 mod idle;
-mod leases;
+pub(crate) mod leases;
+pub(crate) mod refusals;
 mod servers;
 mod throughput;
 
@@ -30,7 +31,7 @@ pub(crate) const CHECKS: [&str; 6] = [
 #[derive(Debug, Serialize)]
 pub(crate) struct Samples {
     connects: connect::Connects,
-    throughput: throughput::Throughput,
+    throughput: [throughput::Throughput; 2],
     idle: idle::Idle,
 }
 
@@ -40,28 +41,56 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
         max_branches: options.branches,
         ..options.clone()
     };
-    let mut agent = Agent::start(machine, options, Endpoint::Gateway).await?;
-    agent.refill(options).await?;
-    agent.wait_calm().await?;
-    let direct = servers::Direct::start(&agent, machine, options).await?;
+    let (agent, direct) = start(machine, options).await?;
     let connects = connect::measure(&agent, &direct, options).await?;
     let idle = idle::measure(&agent, options).await?;
-    let throughput = throughput::measure(&agent, &direct, machine, options).await?;
-    direct.stop().await?;
-    agent.empty(options).await?;
-    agent.stop(machine.root()).await?;
+    let workloads = &throughput::WORKLOADS;
+    let throughput = throughput::measure(&agent, &direct, machine, options, workloads).await?;
+    stop(agent, direct, machine, options).await?;
+
+    let durable = &Options {
+        tuning: "Durable",
+        branches: 1,
+        max_branches: 1,
+        ..options.clone()
+    };
+    let (agent, direct) = start(machine, durable).await?;
+    let workloads = &throughput::DURABLE;
+    let on_disk = throughput::measure(&agent, &direct, machine, durable, workloads).await?;
+    stop(agent, direct, machine, durable).await?;
     Ok(Samples {
         connects,
-        throughput,
+        throughput: [throughput, on_disk],
         idle,
     })
 }
 
+async fn start(machine: &Machine, options: &Options) -> Result<(Agent, servers::Direct)> {
+    let mut agent = Agent::start(machine, options, Endpoint::Gateway).await?;
+    agent.refill(options).await?;
+    agent.wait_calm().await?;
+    let direct = servers::Direct::start(&agent, machine, options).await?;
+    Ok((agent, direct))
+}
+
+async fn stop(
+    mut agent: Agent,
+    direct: servers::Direct,
+    machine: &Machine,
+    options: &Options,
+) -> Result<()> {
+    direct.stop().await?;
+    agent.empty(options).await?;
+    agent.stop(machine.root()).await
+}
+
 impl Samples {
-    pub(crate) fn tables(&self) -> [Table; 3] {
+    pub(crate) fn tables(&self) -> [Table; 4] {
+        let [ephemeral, durable] = &self.throughput;
         [
             self.connects.table(),
-            self.throughput.table(),
+            ephemeral.table(),
+            durable.table(),
             self.idle.table(),
         ]
     }

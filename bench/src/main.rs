@@ -5,6 +5,7 @@ mod account;
 mod agent;
 mod burst;
 mod checks;
+mod copy_floor;
 mod error;
 mod floor;
 mod gateway;
@@ -15,6 +16,7 @@ mod options;
 mod process;
 mod refill;
 mod report;
+mod sql;
 mod workshop;
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
@@ -34,8 +36,8 @@ use crate::{
     report::Table,
 };
 
-/// Measures hand-out and refill beside a bare loop of the same system calls, and the gateway beside
-/// direct connections and pgbouncer
+/// Measures hand-out and refill beside a bare loop of the same system calls, the gateway beside direct
+/// connections and pgbouncer, and what refused logins and SQL over HTTP take
 #[derive(Debug, Parser)]
 #[command(name = "branchpool-bench", version, max_term_width = 100)]
 struct Cli {
@@ -45,14 +47,19 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Refill, lease and gateway, one after the other
+    /// All of the others, one after the other
     All(Arguments),
     /// Fill an empty pool; the floor makes as many branches with bare system calls
     Refill(Arguments),
     /// Lease all branches at once; the floor answers the same requests with a constant
     Lease(Arguments),
-    /// Connect, run pgbench and stay idle through the gateway, beside direct connections and pgbouncer
+    /// Connect, run pgbench and stay idle through the gateway, beside direct connections, pgbouncer and
+    /// a bare loop that copies
     Gateway(Arguments),
+    /// Log in and be refused, for each of the reasons in turn
+    Refusals(Arguments),
+    /// Query over HTTP, beside a session for each query and one that is kept
+    Sql(Arguments),
     /// Join a control group and become a program
     #[command(hide = true)]
     Enter {
@@ -65,6 +72,8 @@ enum Command {
     Floor,
     #[command(hide = true)]
     HttpFloor { socket: PathBuf, answer: PathBuf },
+    #[command(hide = true)]
+    CopyFloor { port: u16, socket: PathBuf },
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -72,14 +81,28 @@ enum Part {
     Refill,
     Lease,
     Gateway,
+    Refusals,
+    Sql,
+}
+
+impl Part {
+    const ALL: [Self; 5] = [
+        Self::Refill,
+        Self::Lease,
+        Self::Gateway,
+        Self::Refusals,
+        Self::Sql,
+    ];
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::All(arguments) => measure(arguments, &[Part::Refill, Part::Lease, Part::Gateway]),
+        Command::All(arguments) => measure(arguments, &Part::ALL),
         Command::Refill(arguments) => measure(arguments, &[Part::Refill]),
         Command::Lease(arguments) => measure(arguments, &[Part::Lease]),
         Command::Gateway(arguments) => measure(arguments, &[Part::Gateway]),
+        Command::Refusals(arguments) => measure(arguments, &[Part::Refusals]),
+        Command::Sql(arguments) => measure(arguments, &[Part::Sql]),
         Command::Enter {
             group,
             program,
@@ -87,6 +110,7 @@ fn main() -> ExitCode {
         } => process::enter(&group, &program, &args).map(|never| match never {}),
         Command::Floor => floor::run(),
         Command::HttpFloor { socket, answer } => serve_floor(socket, answer),
+        Command::CopyFloor { port, socket } => copy_floor::serve(port, &socket),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -124,6 +148,8 @@ fn measure(arguments: Arguments, parts: &[Part]) -> Result<()> {
                     Part::Refill => run_refill(&options).await?,
                     Part::Lease => run_lease(&options).await?,
                     Part::Gateway => run_gateway(&options).await?,
+                    Part::Refusals => run_refusals(&options).await?,
+                    Part::Sql => run_sql(&options).await?,
                 }
             }
             Ok(())
@@ -179,6 +205,27 @@ async fn run_gateway(options: &Options) -> Result<()> {
         &samples,
         &tables,
     )
+}
+
+async fn run_refusals(options: &Options) -> Result<()> {
+    let machine = Machine::prepare(options.size)?;
+    let samples = gateway::refusals::measure(&machine, options).await?;
+    let table = samples.table();
+    finish(
+        "refusals",
+        &machine,
+        options,
+        &gateway::refusals::CHECKS,
+        &samples,
+        &[table],
+    )
+}
+
+async fn run_sql(options: &Options) -> Result<()> {
+    let machine = Machine::prepare(options.size)?;
+    let samples = sql::measure(&machine, options).await?;
+    let table = samples.table();
+    finish("sql", &machine, options, &sql::CHECKS, &samples, &[table])
 }
 
 fn finish(

@@ -57,6 +57,8 @@ pub(crate) struct Options {
     pub(crate) major: u32,
     pub(crate) max_branches: u32,
     pub(crate) quick: bool,
+    /// `postgres.tuning` of the pool.
+    pub(crate) tuning: &'static str,
     #[serde(skip)]
     pub(crate) agent: PathBuf,
     #[serde(skip)]
@@ -96,6 +98,7 @@ impl Arguments {
                 2 * branches
             },
             quick: self.quick,
+            tuning: "Ephemeral",
             agent,
             output: self.output,
             time_limit: Duration::from_secs(self.time_limit),

@@ -111,8 +111,8 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(title: &str, head: &[&str]) -> Self {
-        let head = head.iter().map(|&cell| cell.to_owned()).collect();
+    pub(crate) fn new(title: &str, head: &[impl AsRef<str>]) -> Self {
+        let head = head.iter().map(|cell| cell.as_ref().to_owned()).collect();
         Self {
             title: title.to_owned(),
             rows: vec![head],

@@ -153,6 +153,8 @@ pub(crate) fn leases(leases: &[Lease], now: u64) -> String {
             lease.branch.clone(),
             span(lease.bound_at, now),
             span(now, lease.expires_at),
+            clients(lease),
+            last_used(lease, now),
             lease.holder.clone().unwrap_or_else(|| "<none>".to_owned()),
         ]
     });
@@ -163,9 +165,25 @@ pub(crate) fn leases(leases: &[Lease], now: u64) -> String {
         "BRANCH",
         "AGE",
         "EXPIRES-IN",
+        "CLIENTS",
+        "LAST-USED",
         "HOLDER",
     ];
     table(header, rows)
+}
+
+/// Told by a node with a gateway, of bound leases.
+fn clients(lease: &Lease) -> String {
+    let told = lease.connections.map(|count| count.to_string());
+    told.unwrap_or_else(|| "<unknown>".to_owned())
+}
+
+fn last_used(lease: &Lease, now: u64) -> String {
+    match (lease.connections, lease.last_used_at) {
+        (None, _) => "<unknown>".to_owned(),
+        (Some(_), None) => "<never>".to_owned(),
+        (Some(_), Some(at)) => span(at, now),
+    }
 }
 
 pub(crate) fn node(node: &NodeStatus) -> String {

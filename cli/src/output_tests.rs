@@ -26,6 +26,8 @@ pub(crate) fn lease(id: &str) -> Lease {
         expires_at: 2_800_000,
         observed_reset_token: None,
         restarts: 0,
+        connections: None,
+        last_used_at: None,
     }
 }
 
@@ -101,17 +103,22 @@ fn leases_show_what_is_left_of_them() {
     let mut restarting = lease("ci-7");
     restarting.reason = Some("Restarting".to_owned());
     restarting.holder = Some("CI job 7".to_owned());
+    restarting.connections = Some(3);
+    restarting.last_used_at = Some(1_120_000);
+    let mut unused = lease("new");
+    unused.connections = Some(0);
     let mut expired = lease("old");
     expired.phase = LeasePhase::Expired;
     expired.expires_at = 1_100_000;
     let expected = "\
-ID     POOL           PHASE                BRANCH          AGE    EXPIRES-IN   HOLDER
-l1     default/shop   Bound                abcdefghijklm   2m5s   27m55s       <none>
-ci-7   default/shop   Bound (Restarting)   abcdefghijklm   2m5s   27m55s       CI job 7
-old    default/shop   Expired              abcdefghijklm   2m5s   0s           <none>
+ID     POOL           PHASE                BRANCH          AGE    EXPIRES-IN   CLIENTS     LAST-USED   HOLDER
+l1     default/shop   Bound                abcdefghijklm   2m5s   27m55s       <unknown>   <unknown>   <none>
+ci-7   default/shop   Bound (Restarting)   abcdefghijklm   2m5s   27m55s       3           5s          CI job 7
+new    default/shop   Bound                abcdefghijklm   2m5s   27m55s       0           <never>     <none>
+old    default/shop   Expired              abcdefghijklm   2m5s   0s           <unknown>   <unknown>   <none>
 ";
     assert_eq!(
-        leases(&[lease("l1"), restarting, expired], 1_125_000),
+        leases(&[lease("l1"), restarting, unused, expired], 1_125_000),
         expected
     );
     assert_eq!(leases(&[], 0), "No leases found.\n");

@@ -143,6 +143,14 @@ pub struct Lease {
     pub observed_reset_token: Option<String>,
     /// How often the server behind the lease was restarted on the same data.
     pub restarts: u32,
+    /// Clients that are connected, those of SQL over HTTP included. Only for bound leases of a node
+    /// with a gateway, and not in the watch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u32>,
+    /// When a client last logged in or sent anything, wherever `connections` is told. Absent: not
+    /// since the agent's start or the lease's last reset.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_used_at: Option<u64>,
 }
 
 impl Lease {

@@ -15,7 +15,8 @@ pub mod watch;
 pub use client::{Client, ClientError, Target};
 pub use lease::{Lease, LeaseList, LeasePhase, LeaseRequest, PoolName, RenewRequest, ResetRequest};
 pub use node::{
-    Condition, Gate, Isolation, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space, TrustStatus,
+    Condition, Gate, Isolation, LeaseProbe, NodeStatus, PoolProbe, Quarantined, QueueProbe, Space,
+    TrustStatus,
 };
 pub use pool::{DesiredPool, GoldenPhase, GoldenStatus, PoolList, PoolStatus};
 pub use problem::{FieldError, Problem};

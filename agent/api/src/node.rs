@@ -127,6 +127,19 @@ pub struct PoolProbe {
     pub tombstones_max_bytes: u64,
 }
 
+/// The use of one bound lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LeaseProbe {
+    pub uid: String,
+    pub pool: PoolName,
+    /// Clients that are connected, those of SQL over HTTP included.
+    pub connections: u32,
+    /// When a client last logged in or sent anything; absent as in [`Lease`](crate::Lease).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_used_at: Option<u64>,
+}
+
 /// What an agent that an operator has certified trusts and shows. CAs are named by the SHA-256 of their
 /// certificates, in hexadecimal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -167,6 +180,9 @@ pub struct NodeStatus {
     pub branches: u32,
     pub leases: u32,
     pub pools: Vec<PoolProbe>,
+    /// Bound leases by uid, on a node with a gateway; empty in the watch.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lease_activity: Vec<LeaseProbe>,
     pub quarantined: Vec<Quarantined>,
     /// Directory, relative to the root, that holds what waits for deletion.
     pub trash_directory: String,

@@ -1,6 +1,6 @@
 //! From a client that has proved its password to a session of the branch's server.
 
-use std::{sync::Arc, time::Instant};
+use std::{io, sync::Arc, time::Instant};
 
 use bytes::{Buf, Bytes, BytesMut};
 use postgres_protocol::message::{
@@ -128,6 +128,7 @@ async fn hand_over(
     application_name: Option<String>,
 ) -> Result<Backend, Stop> {
     shared.metrics.handovers.inc();
+    session.stream = here(session.stream).map_err(|source| session::Error::Io { source })?;
     let set = application_name
         .as_deref()
         .map(takeover::set_application_name);
@@ -253,6 +254,11 @@ impl From<session::Error> for Stop {
         let message = "the branch's server ended the session while it was opened";
         Fatal::new("57P02", message).hint("Connect again.").into()
     }
+}
+
+/// The same stream, waited for by the thread that serves its client.
+fn here(stream: UnixStream) -> io::Result<UnixStream> {
+    UnixStream::from_std(stream.into_std()?)
 }
 
 /// Passes the server's greeting on, beginning with `frame`, with a cancel key of the gateway's.

@@ -20,8 +20,8 @@ use crate::{scram::Verifier, session::Session};
 
 /// The file in the socket directory; the port is part of the name only.
 pub const SOCKET_NAME: &str = ".s.PGSQL.5432";
-/// Longest path in a socket's address, in bytes.
-const MAX_SOCKET_PATH: usize = 107;
+/// Longest path in a Unix socket's address, in bytes: `sun_path` less its terminator.
+pub const MAX_SOCKET_PATH: usize = 107;
 /// Sessions of one branch that are opened at once. A server's queue of connections is short, and
 /// a full one refuses instead of waiting.
 const OPENING: usize = 32;
@@ -225,16 +225,9 @@ impl Branch {
         Ok(())
     }
 
-    /// Takes the preconnected session, for whoever opens the branch's first session in another
-    /// way. To be dropped before its link, and when the branch ends.
-    pub fn take_session(&self) -> Option<(Session, Link)> {
-        self.note_session();
-        self.preconnected().take()
-    }
-
     /// Closes the preconnected session, and waits until its backend is gone. To be called before
     /// another session of the branch is opened: an unused one would hinder `DROP DATABASE`.
-    pub async fn close_session(&self) {
+    pub(crate) async fn close_session(&self) {
         self.note_session();
         let _waiting = self.closing.lock().await;
         let taken = self.preconnected().take();
@@ -243,8 +236,8 @@ impl Branch {
         }
     }
 
-    /// Notes that somebody uses the branch by another way than through this gateway.
-    pub fn note_session(&self) {
+    /// From now on no session is offered.
+    fn note_session(&self) {
         self.used.store(true, Ordering::Release);
     }
 
@@ -263,8 +256,8 @@ impl Branch {
         self.used.load(Ordering::Acquire)
     }
 
-    /// Notes that a holder has just used the branch.
-    pub fn touch(&self) {
+    /// Notes that a client has just used the branch.
+    pub(crate) fn touch(&self) {
         let micros = self.made.0.elapsed().as_micros();
         let micros = u64::try_from(micros).unwrap_or(u64::MAX - 1);
         self.last_client_byte.store(micros + 1, Ordering::Relaxed);
@@ -305,10 +298,10 @@ impl Branch {
         Ok((stream, link, permit))
     }
 
-    /// Counts a descriptor to the server that somebody else is about to open, so that
-    /// [`Branch::closed`] waits for it. `None` when the branch has ended. Whoever holds it has to
-    /// let go when the branch ends.
-    pub fn hold(&self) -> Option<Link> {
+    /// Counts a descriptor to the server that is about to be opened, so that [`Branch::closed`]
+    /// waits for it. `None` when the branch has ended. Whoever holds it has to let go when the
+    /// branch ends.
+    fn hold(&self) -> Option<Link> {
         // Counted first: whoever ends the branch waits for it or is seen here.
         let link = self.link();
         (self.state() != State::Ended).then_some(link)
@@ -321,8 +314,21 @@ impl Branch {
         }
     }
 
+    /// Lets in who comes by another way than through this gateway, once the server takes connections
+    /// and the preconnected session is closed.
+    pub async fn admit(self: &Arc<Self>, limit: Duration) -> Result<Guest, Unavailable> {
+        let client = self.client();
+        self.serving(limit).await?;
+        let link = self.hold().context(EndedSnafu)?;
+        self.close_session().await;
+        Ok(Guest {
+            _link: link,
+            client,
+        })
+    }
+
     /// Counts a client in [`Activity`] until it is dropped.
-    pub fn client(self: &Arc<Self>) -> Client {
+    pub(crate) fn client(self: &Arc<Self>) -> Client {
         self.clients.fetch_add(1, Ordering::Relaxed);
         self.touch();
         Client {
@@ -351,13 +357,28 @@ impl Drop for Link {
 
 /// Counts one client of a branch.
 #[derive(Debug)]
-pub struct Client {
+pub(crate) struct Client {
     pub(crate) branch: Arc<Branch>,
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
         self.branch.clients.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A client that does not come through the gateway. To be dropped after its session, and when the
+/// branch ends.
+#[derive(Debug)]
+pub struct Guest {
+    _link: Link,
+    client: Client,
+}
+
+impl Guest {
+    /// Resolves when the branch ends.
+    pub async fn ended(&self) {
+        self.client.branch.ended().await;
     }
 }
 

@@ -16,9 +16,8 @@
 //! - A restart or a suspension: [`Branch::set_state`]; [`Branch::wake_requested`] tells that a
 //!   suspended branch is wanted.
 //!
-//! HTTP SQL, which does not pass through here, is a client as well: [`Branch::serving`], then
-//! [`Branch::client`], [`Branch::hold`] and [`Branch::close_session`] (or [`Branch::take_session`])
-//! before it opens a session.
+//! SQL over HTTP, which does not pass through here, is a client as well: [`Branch::admit`] before it
+//! opens a session.
 //!
 //! # What is written by hand, and why
 //!
@@ -36,6 +35,7 @@ mod cancel;
 mod connection;
 mod directory;
 mod framing;
+mod lanes;
 mod limits;
 mod login;
 mod messages;
@@ -49,7 +49,9 @@ mod stream;
 pub mod takeover;
 mod tls;
 
-pub use branch::{Activity, Branch, Client, Facts, Link, SOCKET_NAME, State, Unavailable, connect};
+pub use branch::{
+    Activity, Branch, Facts, Guest, Link, MAX_SOCKET_PATH, SOCKET_NAME, State, Unavailable, connect,
+};
 pub use directory::{Directory, ENDPOINT_LENGTH};
 pub use limits::Limits;
 pub use metrics::Metrics;

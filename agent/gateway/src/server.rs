@@ -22,6 +22,7 @@ use tokio::{
 use crate::{
     connection,
     directory::Directory,
+    lanes::Lanes,
     limits::{Limits, Strangers},
     login::Shared,
     messages::Fatal,
@@ -41,6 +42,9 @@ pub enum Error {
         address: SocketAddr,
         source: io::Error,
     },
+
+    #[snafu(display("the gateway's threads cannot be started: {source}"))]
+    Threads { source: io::Error },
 }
 
 #[derive(Debug)]
@@ -59,6 +63,7 @@ pub struct Options {
 pub struct Server {
     listener: TcpListener,
     address: SocketAddr,
+    lanes: Lanes,
 }
 
 impl Server {
@@ -66,9 +71,15 @@ impl Server {
         let bound = async {
             let listener = TcpListener::bind(address).await?;
             let address = listener.local_addr()?;
-            Ok(Self { listener, address })
+            Ok((listener, address))
         };
-        bound.await.context(BindSnafu { address })
+        let (listener, address) = bound.await.context(BindSnafu { address })?;
+        let lanes = Lanes::start().context(ThreadsSnafu)?;
+        Ok(Self {
+            listener,
+            address,
+            lanes,
+        })
     }
 
     /// With the port that was chosen, if it was 0.
@@ -106,13 +117,24 @@ impl Server {
                             refuse(socket);
                             continue;
                         };
+                        let (Some((lane, share)), Ok(socket)) = (self.lanes.lightest(), socket.into_std())
+                        else {
+                            tracing::error!("a connection is dropped: there is no thread to serve it");
+                            continue;
+                        };
                         let (shared, strangers) = (Arc::clone(&shared), strangers.clone());
-                        let serve =
-                            connection::serve(shared, strangers, socket, peer.ip(), stopping.clone());
-                        connections.spawn(async move {
-                            serve.await;
-                            drop(place);
-                        });
+                        let stopping = stopping.clone();
+                        let serve = async move {
+                            let _held = (place, share);
+                            // From now on this thread waits for it.
+                            match TcpStream::from_std(socket) {
+                                Ok(socket) => {
+                                    connection::serve(shared, strangers, socket, peer.ip(), stopping).await;
+                                }
+                                Err(error) => tracing::warn!(%error, "a connection is dropped"),
+                            }
+                        };
+                        connections.spawn_on(serve, lane);
                     }
                     Err(error) => {
                         tracing::warn!(%error, "a connection could not be accepted");
@@ -128,6 +150,8 @@ impl Server {
         let all = async { while connections.join_next().await.is_some() {} };
         // Who is left then is dropped.
         let _ = timeout(goodbye_time, all).await;
+        drop(connections);
+        self.lanes.close().await;
     }
 }
 

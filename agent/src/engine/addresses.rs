@@ -11,7 +11,7 @@ use std::{
 };
 
 use branchpool_gateway::{
-    Branch, Directory, Facts, State, Unavailable, Verifier, scram::ITERATIONS,
+    Activity, Branch, Directory, Facts, Guest, State, Unavailable, Verifier, scram::ITERATIONS,
 };
 use tokio::{sync::oneshot, time::timeout};
 
@@ -282,26 +282,27 @@ impl Addresses {
         Some(branch)
     }
 
-    /// For a session that does not come through the gateway: counts as use, and waits for a server that
-    /// is suspended.
-    pub(super) async fn enter(&self, id: &BranchId) -> Result<(), Unavailable> {
-        let Some(branch) = self.branch(id) else {
-            return Ok(());
-        };
-        branch.touch();
-        branch.serving(WAKE_TIME).await?;
-        branch.close_session().await;
-        Ok(())
+    /// For a session that does not come through the gateway, on a node that has one: waits for a server
+    /// that is suspended.
+    pub(super) async fn enter(&self, id: &BranchId) -> Result<Option<Guest>, Unavailable> {
+        match self.branch(id) {
+            Some(branch) => branch.admit(WAKE_TIME).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// `None` without a gateway.
+    pub(super) fn activity(&self, id: &BranchId) -> Option<Activity> {
+        self.branch(id).map(|branch| branch.activity())
     }
 
     pub(super) fn used(&self, id: &BranchId, clock: Clock) -> Use {
-        let Some(branch) = self.branch(id) else {
+        let Some(activity) = self.activity(id) else {
             return Use {
                 open: false,
                 last: None,
             };
         };
-        let activity = branch.activity();
         let since = |time: SystemTime| time.elapsed().unwrap_or_default();
         Use {
             open: activity.connections > 0,

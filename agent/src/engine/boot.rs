@@ -14,11 +14,12 @@ use snafu::{ResultExt, Snafu};
 
 use super::{
     committer,
-    steps::{blocking, slot_user},
+    steps::slot_user,
     suspend,
     world::{World, slot_group_name},
 };
 use crate::{
+    blocking::{Interrupted, blocking},
     golden,
     journal::{self, Contents, Kind},
     plan::{self, Node, Observed, ObservedBranch, PoolUid, Records, Slot, State},
@@ -50,8 +51,8 @@ pub enum Error {
     Cgroup {
         source: branchpool_sys::cgroup::Error,
     },
-    #[snafu(display("the start was interrupted: {message}"))]
-    Interrupted { message: String },
+    #[snafu(display("the start was interrupted: {source}"), context(false))]
+    Interrupted { source: Interrupted },
 }
 
 /// The journal's contents as typed records.
@@ -109,9 +110,7 @@ pub(super) async fn observe(
 ) -> Result<(Observed, BTreeMap<BranchId, Running>), Error> {
     let scan = {
         let (branches, records) = (world.branches.clone(), records.clone());
-        blocking(move || scan(&branches, &records))
-            .await
-            .map_err(|message| Error::Interrupted { message })??
+        blocking(move || scan(&branches, &records)).await??
     };
     let running = if rebooted {
         BTreeMap::new()
@@ -351,9 +350,7 @@ pub(super) async fn prepare_addresses(world: &Arc<World>, node: &Node) -> Result
         });
     }
     while let Some(prepared) = preparing.join_next().await {
-        prepared.map_err(|error| Error::Interrupted {
-            message: error.to_string(),
-        })?;
+        prepared.map_err(Interrupted::from)?;
     }
     for branch in node.branches.values() {
         match &branch.state {

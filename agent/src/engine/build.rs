@@ -4,8 +4,9 @@ use std::{io, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{desired::Settings, files, steps::blocking, world::World};
+use super::{desired::Settings, files, world::World};
 use crate::{
+    blocking::blocking,
     golden::{self, GoldenSpec},
     plan::{Image, PoolUid},
     postgres::{chain, config, installation::own_user, server},
@@ -105,7 +106,7 @@ async fn discard(world: &World, pool: &PoolUid, number: u64) {
     match discarded.await {
         Ok(Ok(_)) => {}
         Ok(Err(error)) => tracing::warn!(%error, "an unfinished image could not be removed"),
-        Err(error) => tracing::warn!(error, "an unfinished image could not be removed"),
+        Err(error) => tracing::warn!(%error, "an unfinished image could not be removed"),
     }
 }
 

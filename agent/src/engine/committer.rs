@@ -11,8 +11,9 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{addresses::Addresses, files, steps::blocking};
+use super::{addresses::Addresses, files};
 use crate::{
+    blocking::blocking,
     journal::{self, Journal, Kind, Record},
     plan::{Answer, Entry, LinkChange, Refusal},
     storage::Layout,

@@ -45,6 +45,7 @@ pub(super) struct Metrics {
     space: Family<Kind, Gauge<i64, AtomicI64>>,
     gates: Family<Reason, Gauge<i64, AtomicI64>>,
     pub(super) gateway: branchpool_gateway::Metrics,
+    sql: crate::sql::Metrics,
     pub(super) leases: Gauge<i64, AtomicI64>,
     pub(super) quarantined: Gauge<i64, AtomicI64>,
     pub(super) journal_pending: Gauge<i64, AtomicI64>,
@@ -65,7 +66,7 @@ fn timer() -> Histogram {
 }
 
 impl Metrics {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(sql: crate::sql::Metrics) -> Self {
         let mut registry = Registry::with_prefix("branchpool");
         let mut made = Self {
             registry: Arc::new(Registry::default()),
@@ -75,6 +76,7 @@ impl Metrics {
             space: Family::default(),
             gates: Family::default(),
             gateway: branchpool_gateway::Metrics::default(),
+            sql,
             leases: Gauge::default(),
             quarantined: Gauge::default(),
             journal_pending: Gauge::default(),
@@ -96,6 +98,7 @@ impl Metrics {
 
     fn register(&self, registry: &mut Registry) {
         self.gateway.register(registry);
+        self.sql.register(registry);
         registry.register(
             "branches",
             "Branches of a pool by state",
@@ -259,7 +262,7 @@ Every series of a reason or state appears with its first value. A histogram has 
 
     /// With a value in each family, for empty ones are left out of the text.
     fn with_values() -> Metrics {
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(crate::sql::Metrics::default());
         metrics.set_branches("default", "app", &[("ready", 1)]);
         metrics.set_space(&[("free", 1)]);
         metrics.set_gates(["DiskPressure".to_owned()].into_iter());
@@ -330,15 +333,18 @@ Every series of a reason or state appears with its first value. A histogram has 
             .0
             .lines()
             .filter(|line| line.contains(": ") && !line.contains("registry"))
-            .filter(|line| !line.contains("gateway"))
+            .filter(|line| !line.contains("::Metrics"))
             .count();
-        let of_gateway = include_str!("../../gateway/src/metrics.rs")
-            .matches("registry.register")
-            .count();
+        let parts = [
+            include_str!("../../gateway/src/metrics.rs"),
+            include_str!("../sql/metrics.rs"),
+        ];
+        let registered = |part: &str| part.matches("registry.register").count();
+        let of_parts: usize = parts.into_iter().map(registered).sum();
         let rows = page()
             .lines()
             .filter(|line| line.starts_with("| `"))
             .count();
-        assert_eq!(rows, fields + of_gateway);
+        assert_eq!(rows, fields + of_parts);
     }
 }

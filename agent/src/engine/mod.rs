@@ -48,6 +48,7 @@ use self::{
     world::{Clock, Parts, World},
 };
 use crate::{
+    blocking::{Interrupted, blocking},
     http::WatchLog,
     journal::{self, Journal},
     plan::{Command, Node, PoolUid, Reach, Records},
@@ -75,8 +76,8 @@ pub enum Error {
     Watcher { source: readiness::Error },
     #[snafu(display("{source}"))]
     Boot { source: boot::Error },
-    #[snafu(display("the start was interrupted: {message}"))]
-    Interrupted { message: String },
+    #[snafu(display("the start was interrupted: {source}"), context(false))]
+    Interrupted { source: Interrupted },
 }
 
 impl Error {
@@ -155,6 +156,7 @@ impl Engine {
             key.clone(),
             config.reach,
         ));
+        let sql = Sql::new(config.sql);
         let (hand_overs, handed_over) = hand_over::queue();
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
@@ -170,7 +172,7 @@ impl Engine {
             user_per_branch: report.user_per_branch,
             build_time_limit: config.build_time_limit,
             log_cap: config.log_cap,
-            metrics: Metrics::new(),
+            metrics: Metrics::new(sql.metrics().clone()),
             events: events.clone(),
             hand_overs,
             cgroups: cgroups.clone(),
@@ -220,7 +222,7 @@ impl Engine {
             manifests: Arc::default(),
             operator: Arc::default(),
             cgroups,
-            sql: Sql::new(config.sql),
+            sql,
         })
     }
 
@@ -256,7 +258,7 @@ impl Engine {
 
     async fn remove_cgroups(&self) {
         let cgroups = self.cgroups.clone();
-        let removed = steps::blocking(move || {
+        let removed = blocking(move || {
             for name in cgroups.names()? {
                 cgroups.group(&name)?.remove()?;
             }
@@ -268,7 +270,7 @@ impl Engine {
                 error = crate::postgres::chain(&error),
                 "cgroups stay behind"
             ),
-            Err(error) => tracing::warn!(error, "cgroups stay behind"),
+            Err(error) => tracing::warn!(%error, "cgroups stay behind"),
         }
     }
 
@@ -324,14 +326,6 @@ impl Engine {
     pub async fn supervisor_lost(&self) {
         self.world.supervisor.closed().await;
     }
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Error> {
-    steps::blocking(work)
-        .await
-        .map_err(|message| Error::Interrupted { message })
 }
 
 fn restore_images(world: &World, records: &Records) {

@@ -5,11 +5,12 @@ use std::{sync::Arc, time::Instant};
 use super::{
     build, files,
     hand_over::HandOver,
-    steps::{self, Origin, blocking},
+    steps::{self, Origin},
     stop, suspend,
     world::World,
 };
 use crate::{
+    blocking::blocking,
     plan::{Action, Completion, Event, Failure, Kick, Node, PoolUid},
     storage::ids::BranchId,
 };
@@ -181,6 +182,7 @@ fn drop_golden(world: Arc<World>, pool: PoolUid, generation: u64, id: BranchId) 
         let (branches, uid) = (world.branches.clone(), pool.clone());
         let result = blocking(move || branches.trash_golden(&uid, generation, &id))
             .await
+            .map_err(String::from)
             .and_then(|result| result.map_err(|error| error.to_string()));
         Completion::GoldenDropped {
             pool,

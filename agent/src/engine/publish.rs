@@ -173,6 +173,7 @@ pub(super) fn node_status(node: &Node, world: &World, facts: &Facts) -> NodeStat
             .values()
             .map(|pool| pool_probe(node, pool))
             .collect(),
+        lease_activity: Vec::new(),
         quarantined,
         trash_directory: "trash".to_owned(),
         resident_state: true,

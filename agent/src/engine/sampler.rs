@@ -5,8 +5,9 @@ use std::{fs, sync::Arc, time::Duration};
 
 use branchpool_agent_api::Gate;
 
-use super::{files, steps::blocking, world::World};
+use super::{files, world::World};
 use crate::{
+    blocking::blocking,
     plan::{Event, Pressure, Sample, pressure},
     storage::space,
 };
@@ -26,8 +27,8 @@ pub(super) async fn run(world: Arc<World>) {
             })
             .await
         };
-        match sampled {
-            Ok(Ok(sample)) => {
+        match sampled.map_err(String::from).flatten() {
+            Ok(sample) => {
                 world.set_sample(sample);
                 let mut now = pressure(&sample, &before.gates);
                 if let Some(detail) = failing.borrow().clone() {
@@ -58,7 +59,7 @@ pub(super) async fn run(world: Arc<World>) {
                     world.tell(Event::Gates { gates, reclaim }).await;
                 }
             }
-            Ok(Err(error)) | Err(error) => tracing::warn!(error, "the node could not be measured"),
+            Err(error) => tracing::warn!(error, "the node could not be measured"),
         }
         tokio::time::sleep(EVERY).await;
     }

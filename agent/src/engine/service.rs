@@ -2,21 +2,21 @@
 
 use std::{
     sync::{Arc, PoisonError},
-    time::Instant,
+    time::{Instant, UNIX_EPOCH},
 };
 
 use branchpool_agent_api::{
-    Condition, DesiredPool, FieldError, Lease, LeasePhase, LeaseRequest, NodeStatus, PoolStatus,
-    Problem, RenewRequest, ResetRequest, problem::reason,
+    Condition, DesiredPool, FieldError, Lease, LeasePhase, LeaseProbe, LeaseRequest, NodeStatus,
+    PoolStatus, Problem, RenewRequest, ResetRequest, problem::reason,
 };
 
 use subtle::ConstantTimeEq;
 
-use super::{Engine, Operator, desired};
+use super::{Engine, Operator, desired, world::millis};
 use crate::{
     http::{Service, Subscription},
     plan::{Answer, Command, LeaseUid, PoolUid, Refusal},
-    sql::{Sql, SqlTarget},
+    sql::{Entered, Sql, SqlTarget},
     storage::ids::BranchId,
 };
 
@@ -189,6 +189,58 @@ impl Engine {
             None => lease,
         }
     }
+
+    /// Filled in when asked for: in the watch it would be a change with each byte.
+    fn with_activity(&self, lease: Lease) -> Lease {
+        if lease.phase != LeasePhase::Bound {
+            return lease;
+        }
+        let branch = lease.branch.parse().ok();
+        let activity = branch.and_then(|branch| self.world.addresses.activity(&branch));
+        let Some(activity) = activity else {
+            return lease;
+        };
+        let last = activity.last_client_byte.map(|time| {
+            let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+            millis(since)
+        });
+        Lease {
+            connections: Some(u32::try_from(activity.connections).unwrap_or(u32::MAX)),
+            last_used_at: last,
+            ..lease
+        }
+    }
+
+    /// The lease's branch, and where its server is; refused unless the lease is bound.
+    fn target_of(&self, uid: &str) -> Result<(BranchId, SqlTarget), Problem> {
+        let uid = LeaseUid(uid.to_owned());
+        let Some(lease) = self.log.known_lease(&uid.0) else {
+            return Err(Refusal::LeaseNotFound { uid }.into());
+        };
+        if lease.phase != LeasePhase::Bound {
+            let phase = lease.phase;
+            return Err(Refusal::LeaseEnded { uid, phase }.into());
+        }
+        let branch = lease.branch.parse::<BranchId>();
+        let branch = branch.map_err(|error| Problem::new(500, "Unexpected", error.to_string()))?;
+        let suffix = format!(".{}", lease.endpoint);
+        let role = lease.user.strip_suffix(&suffix).unwrap_or(&lease.user);
+        let target = SqlTarget {
+            socket_dir: self.world.layout.branch_socket_dir(&branch),
+            role: role.to_owned(),
+            database: lease.database,
+        };
+        Ok((branch, target))
+    }
+}
+
+fn lease_probe(lease: Lease) -> Option<LeaseProbe> {
+    Some(LeaseProbe {
+        connections: lease.connections?,
+        last_used_at: lease.last_used_at,
+        uid: lease.uid,
+        pool: lease.pool,
+    })
 }
 
 fn unexpected(answer: &Answer) -> Problem {
@@ -260,11 +312,12 @@ impl Service for Engine {
 
     fn get_lease(&self, uid: &str) -> Option<Lease> {
         let lease = self.log.known_lease(uid)?;
-        Some(self.with_password(lease))
+        Some(self.with_password(self.with_activity(lease)))
     }
 
     fn leases(&self) -> Vec<Lease> {
-        self.log.known_leases()
+        let leases = self.log.known_leases().into_iter();
+        leases.map(|lease| self.with_activity(lease)).collect()
     }
 
     fn pools(&self) -> Vec<PoolStatus> {
@@ -274,6 +327,8 @@ impl Service for Engine {
     fn node(&self) -> NodeStatus {
         let mut node = self.log.known_node();
         node.space = self.world.sample().space;
+        let leases = self.leases().into_iter();
+        node.lease_activity = leases.filter_map(lease_probe).collect();
         (node.read_queries, node.write_queries) = self.sql.probes();
         node.journal_pending = u32::try_from(self.world.committer.pending()).unwrap_or(u32::MAX);
         let manifests = self
@@ -300,38 +355,20 @@ impl Service for Engine {
     }
 
     fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem> {
-        let uid = LeaseUid(uid.to_owned());
-        let Some(lease) = self.log.known_lease(&uid.0) else {
-            return Err(Refusal::LeaseNotFound { uid }.into());
-        };
-        if lease.phase != LeasePhase::Bound {
-            let phase = lease.phase;
-            return Err(Refusal::LeaseEnded { uid, phase }.into());
-        }
-        let branch = lease.branch.parse::<BranchId>();
-        let branch = branch.map_err(|error| Problem::new(500, "Unexpected", error.to_string()))?;
-        let suffix = format!(".{}", lease.endpoint);
-        let role = lease.user.strip_suffix(&suffix).unwrap_or(&lease.user);
-        Ok(SqlTarget {
-            socket_dir: self.world.layout.branch_socket_dir(&branch),
-            role: role.to_owned(),
-            database: lease.database,
-        })
+        self.target_of(uid).map(|(_, target)| target)
     }
 
-    async fn sql_enter(&self, uid: &str) -> Result<SqlTarget, Problem> {
-        let branch = self
-            .log
-            .known_lease(uid)
-            .and_then(|lease| lease.branch.parse::<BranchId>().ok());
-        if let Some(branch) = branch {
-            let entered = self.world.addresses.enter(&branch).await;
-            entered.map_err(|why| {
-                Problem::new(503, "ServerNotReady", format!("{why}; ask again"))
-                    .with_retry_after_ms(SECOND)
-            })?;
+    async fn sql_enter(&self, uid: &str) -> Result<Entered, Problem> {
+        let (branch, target) = self.target_of(uid)?;
+        match self.world.addresses.enter(&branch).await {
+            Ok(guest) => Ok(Entered { target, guest }),
+            Err(why) => {
+                // Unless the lease itself has ended meanwhile.
+                self.target_of(uid)?;
+                let detail = format!("{why}; ask again");
+                Err(Problem::new(503, "ServerUnavailable", detail).with_retry_after_ms(SECOND))
+            }
         }
-        self.sql_target(uid)
     }
 
     fn sql_login(&self, user: &str, password: &str) -> Option<String> {
@@ -387,6 +424,7 @@ impl Service for Engine {
             ("unallocated", space.unallocated),
             ("metadata_free", space.metadata_free),
         ]);
+        self.sql.metrics().set_queues(self.sql.probes());
         let pending = self.world.committer.pending();
         self.world
             .metrics

@@ -14,6 +14,7 @@ use super::{
     world::{Runtime, World},
 };
 use crate::{
+    blocking::blocking,
     golden::Facts,
     plan::{Event, Failure, PoolUid, Slot},
     postgres::{
@@ -45,15 +46,6 @@ fn failure(reason: &str, message: impl Into<String>) -> Failure {
     }
 }
 
-/// Runs what blocks, apart from what must not.
-pub(super) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, String> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| format!("it ended abnormally: {error}"))
-}
-
 /// What the journal has to hold first is `committed`.
 pub(super) async fn snapshot(
     world: &Arc<World>,
@@ -77,7 +69,7 @@ pub(super) async fn snapshot(
     match timeout(limit, work).await {
         Ok(Ok(Ok(_))) => Ok(()),
         Ok(Ok(Err(error))) => Err(failure("SnapshotFailed", error.to_string())),
-        Ok(Err(error)) => Err(failure("SnapshotFailed", error)),
+        Ok(Err(error)) => Err(failure("SnapshotFailed", error.to_string())),
         Err(_) => Err(failure(
             "SnapshotFailed",
             format!(
@@ -106,7 +98,7 @@ pub(super) async fn start(
 ) -> Result<(), Failure> {
     let runtime = world.runtime(origin.branch);
     let mut runtime = runtime.lock().await;
-    launch(
+    let facts = launch(
         world,
         &mut runtime,
         origin,
@@ -116,7 +108,6 @@ pub(super) async fn start(
         limit,
     )
     .await?;
-    let facts = image(world, pool, origin.generation)?;
     prepare_address(world, origin, pool, &facts).await
 }
 
@@ -169,6 +160,7 @@ pub(super) async fn restart(
     Ok(())
 }
 
+/// What the branch's image is known to be comes back.
 async fn launch(
     world: &Arc<World>,
     runtime: &mut Runtime,
@@ -177,7 +169,7 @@ async fn launch(
     pool: &PoolUid,
     phase: Phase,
     limit: Duration,
-) -> Result<(), Failure> {
+) -> Result<Arc<Facts>, Failure> {
     let Origin {
         branch: id,
         generation,
@@ -204,6 +196,7 @@ async fn launch(
     let prepared =
         blocking(move || prepare(&layout, id, target.as_deref(), user, phase, &text)).await;
     prepared
+        .map_err(String::from)
         .and_then(|result| result.map_err(|error| error.to_string()))
         .map_err(|error| {
             failure(
@@ -266,7 +259,7 @@ async fn launch(
         .map_err(|error| failure("StartFailed", error.to_string()))?;
     watch_exit(world, runtime, id, server);
     world.metrics.start.observe(started.elapsed().as_secs_f64());
-    Ok(())
+    Ok(facts)
 }
 
 /// Ahead of the lease, for it takes some milliseconds.
@@ -286,7 +279,7 @@ pub(super) async fn prepare_address(
     } = origin;
     blocking(move || addresses.prepare(endpoint, branch, &pool, &facts.role, &facts.database))
         .await
-        .map_err(|error| failure("StartFailed", error))
+        .map_err(|error| failure("StartFailed", error.to_string()))
 }
 
 /// Tells the core when the server ends by itself.

@@ -4,10 +4,10 @@ use std::{fs, io, path::Path, sync::Arc, time::Duration};
 
 use super::{
     files,
-    steps::blocking,
     world::{Runtime, World},
 };
 use crate::{
+    blocking::blocking,
     plan::{After, Slot, StopMode, Stopped},
     postgres::{chain, server},
     storage::{ids::BranchId, tree::remove_tree},

@@ -11,7 +11,7 @@ use super::{
     error::{Error, IoSnafu, Result, StartToolSnafu, ToolSnafu},
     workshop::Workshop,
 };
-use crate::postgres::{chain, sandbox, server};
+use crate::postgres::{sandbox, server};
 
 /// What is kept of each output stream, from its end, in bytes.
 const MAX_OUTPUT: usize = 16 * 1024;
@@ -190,14 +190,14 @@ impl Error {
     }
 }
 
-/// Work that blocks, off the runtime's threads.
+/// Work that blocks, with what is said of its failure.
 pub(super) async fn blocking<T: Send + 'static>(
     action: &'static str,
     path: &Path,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work)
+    crate::blocking::blocking(work)
         .await
-        .unwrap_or_else(|error| Err(io::Error::other(chain(&error))))
+        .unwrap_or_else(|error| Err(io::Error::other(error)))
         .map_err(Error::io(action, path))
 }

@@ -14,8 +14,8 @@ use std::{
     sync::Arc,
 };
 
+use branchpool_gateway::MAX_SOCKET_PATH;
 use branchpool_trust::{TlsListener, serve::Accept};
-
 use rustix::{
     fs::Mode,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
@@ -26,8 +26,6 @@ use tokio::{
     net::{TcpListener, UnixListener},
     sync::watch,
 };
-
-use crate::storage::layout::MAX_SOCKET_PATH;
 
 use super::guard::{Guard, Token, TokenError};
 

@@ -7,7 +7,7 @@ use branchpool_agent_api::{
 };
 
 use super::Subscription;
-use crate::sql::{Sql, SqlTarget};
+use crate::sql::{Entered, Sql, SqlTarget};
 
 /// The engine, as the HTTP server sees it. Requests arrive with their fields checked against
 /// [`branchpool_agent_api::check`].
@@ -62,9 +62,9 @@ pub trait Service: Clone + Send + Sync + 'static {
     /// Where the queries of a lease go; refused unless it is bound.
     fn sql_target(&self, uid: &str) -> Result<SqlTarget, Problem>;
 
-    /// As [`Service::sql_target`], when the query's turn has come: counts as use of the branch, and wakes
-    /// its server.
-    fn sql_enter(&self, uid: &str) -> impl Future<Output = Result<SqlTarget, Problem>> + Send;
+    /// As [`Service::sql_target`], when the query's turn has come: the query is a client of the branch
+    /// from then on, and wakes its server.
+    fn sql_enter(&self, uid: &str) -> impl Future<Output = Result<Entered, Problem>> + Send;
 
     /// The lease that a user and a password of the gateway are for. A wrong password, an unknown user
     /// and an ended lease take the same time.

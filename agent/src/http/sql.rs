@@ -11,7 +11,7 @@ use axum::{
     },
     response::{IntoResponse, Response},
 };
-use branchpool_agent_api::{Problem, SqlError, SqlRequest};
+use branchpool_agent_api::{Problem, SqlRequest};
 use bytes::Bytes;
 use futures_util::stream;
 use serde::Deserialize;
@@ -43,19 +43,43 @@ pub(super) async fn of_lease<S: Service>(
     uid: Segment,
     request: Request,
 ) -> Answer {
+    let sql = context.service.sql();
+    let answer = counted(sql, answer_own(&context.service, sql, uid, request)).await;
+    answer.map_err(|failure| failure.into_problem(sql.limits()).into())
+}
+
+async fn answer_own<S: Service>(
+    service: &S,
+    sql: &Sql,
+    uid: Segment,
+    request: Request,
+) -> Result<Served, Failure> {
     let uid = checked_uid(uid)?;
     input::no_query(request.uri())?;
-    let service = &context.service;
-    let sql = service.sql();
     // Before the body, for whoever has the wrong lease.
     service.sql_target(&uid)?;
     let admission = sql.admit()?;
     let body: SqlRequest = input::json(request, sql.limits().body).await?;
     let job = own_job(body, sql.limits())?;
-    match sql.run(&uid, job, service.sql_enter(&uid)).await {
-        Ok(text) => Ok(result(text, admission)),
-        Err(failure) => Err(failure.into_problem(sql.limits()).into()),
-    }
+    let text = sql.run(&uid, job, service.sql_enter(&uid)).await?;
+    Ok(Served { text, admission })
+}
+
+/// A result, and the right to hold it in memory.
+struct Served {
+    text: Vec<u8>,
+    admission: Admission,
+}
+
+/// Counts the request, also when its client does not wait for the answer.
+async fn counted(
+    sql: &Sql,
+    answer: impl Future<Output = Result<Served, Failure>>,
+) -> Result<Response, Failure> {
+    let request = sql.metrics().request();
+    let answer = answer.await;
+    request.answered(answer.as_ref().map(|served| &*served.text));
+    answer.map(result)
 }
 
 fn own_job(request: SqlRequest, limits: &Limits) -> Result<Job, Problem> {
@@ -105,7 +129,7 @@ fn statement(
 
 pub(super) async fn as_neon<S: Service>(State(context): Shared<S>, request: Request) -> Response {
     let sql = context.service.sql();
-    match answer_neon(&context.service, sql, request).await {
+    match counted(sql, answer_neon(&context.service, sql, request)).await {
         Ok(response) => response,
         Err(failure) => match failure.into_error(sql.limits()) {
             Ok(error) => json(StatusCode::BAD_REQUEST, &error),
@@ -118,11 +142,11 @@ async fn answer_neon<S: Service>(
     service: &S,
     sql: &Sql,
     request: Request,
-) -> Result<Response, Failure> {
+) -> Result<Served, Failure> {
     let address = address(request.headers())?;
-    let lease = service
-        .sql_login(&address.user, &address.password)
-        .ok_or_else(|| wrong_login(&address))?;
+    let lease = service.sql_login(&address.user, &address.password);
+    // One answer for unknown users, wrong passwords and leases that have ended.
+    let lease = lease.ok_or(Failure::Denied { user: address.user })?;
     let options = Options::read(request.headers())?;
     let admission = sql.admit()?;
     // Its media type is whatever fetch makes of a string.
@@ -135,7 +159,7 @@ async fn answer_neon<S: Service>(
         timeout: sql.limits().timeout,
     };
     let text = sql.run(&lease, job, service.sql_enter(&lease)).await?;
-    Ok(result(text, admission))
+    Ok(Served { text, admission })
 }
 
 fn address(headers: &HeaderMap) -> Result<Address, Failure> {
@@ -153,20 +177,9 @@ fn address(headers: &HeaderMap) -> Result<Address, Failure> {
     })
 }
 
-/// One answer for unknown users, wrong passwords and leases that have ended.
-fn wrong_login(address: &Address) -> Failure {
-    let message = format!(
-        "password authentication failed for user \"{}\"",
-        address.user
-    );
-    Failure::Postgres(Box::new(SqlError {
-        severity: Some("FATAL".to_owned()),
-        ..SqlError::new("28P01", message)
-    }))
-}
-
 fn malformed(message: impl Into<String>) -> Failure {
-    Failure::Postgres(Box::new(SqlError::new("08P01", message)))
+    let message = message.into();
+    Failure::Malformed { message }
 }
 
 /// What Neon's driver says in headers.
@@ -252,7 +265,7 @@ struct NeonQuery {
 }
 
 /// The admission is held until the client has read most of the answer, which stays in memory for so long.
-fn result(text: Vec<u8>, admission: Admission) -> Response {
+fn result(Served { text, admission }: Served) -> Response {
     let length = HeaderValue::from(text.len());
     let state = (Bytes::from(text), admission);
     let body = Body::from_stream(stream::unfold(state, async |(mut rest, admission)| {

@@ -131,6 +131,8 @@ impl LeaseState {
             expires_at: self.expires_at,
             observed_reset_token: self.reset_token.clone(),
             restarts: self.restarts,
+            connections: None,
+            last_used_at: None,
         }
     }
 

@@ -8,8 +8,8 @@ use std::{
     time::Duration,
 };
 
-pub use branchpool_gateway::SOCKET_NAME;
 use branchpool_gateway::connect;
+pub use branchpool_gateway::{MAX_SOCKET_PATH, SOCKET_NAME};
 use bytes::{BufMut, Bytes, BytesMut};
 use fallible_iterator::FallibleIterator;
 use postgres_protocol::message::{
@@ -21,8 +21,6 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
 };
-
-pub use crate::storage::layout::MAX_SOCKET_PATH;
 
 /// Longest accepted message of a server, in bytes; a branch's superuser decides what it sends.
 const MAX_MESSAGE: i32 = 16 << 20;

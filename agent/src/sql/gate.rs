@@ -18,6 +18,8 @@ use tokio::{
 
 use super::{Kind, Limits};
 
+/// Why a request has to come again.
+pub(super) const BUSY: &str = "TooManyQueries";
 const RETRY_AFTER_MS: u64 = 1_000;
 
 #[derive(Debug)]
@@ -93,7 +95,7 @@ impl Lane {
 }
 
 fn busy(detail: String) -> Problem {
-    Problem::new(503, "TooManyQueries", detail).with_retry_after_ms(RETRY_AFTER_MS)
+    Problem::new(503, BUSY, detail).with_retry_after_ms(RETRY_AFTER_MS)
 }
 
 #[derive(Debug)]

@@ -5,12 +5,14 @@ mod address;
 mod answer;
 mod classify;
 mod gate;
+mod metrics;
 mod params;
 mod wire;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use branchpool_agent_api::{Problem, QueueProbe, SqlError, problem::reason};
+use branchpool_gateway::Guest;
 use tokio::{
     sync::oneshot,
     time::{Instant, timeout, timeout_at},
@@ -21,6 +23,7 @@ pub use self::{
     answer::{Shape, TooLong},
     classify::{Kind, classify},
     gate::Admission,
+    metrics::Metrics,
     params::text as parameter,
 };
 use self::{
@@ -84,6 +87,14 @@ pub struct SqlTarget {
     pub role: String,
     /// Of requests that name none.
     pub database: String,
+}
+
+/// A target that a query has been let in to.
+#[derive(Debug)]
+pub struct Entered {
+    pub target: SqlTarget,
+    /// On a node with a gateway.
+    pub guest: Option<Guest>,
 }
 
 /// One statement, with its parameters as Postgres reads them.
@@ -189,6 +200,14 @@ pub struct Job {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Failure {
     Postgres(Box<SqlError>),
+    /// Neon's door cannot read the request.
+    Malformed {
+        message: String,
+    },
+    /// Neon's door knows no such user with such a password.
+    Denied {
+        user: String,
+    },
     /// The agent refuses, or has no room now.
     Refused(Box<Problem>),
     TimedOut {
@@ -200,6 +219,8 @@ pub enum Failure {
     Unreachable {
         detail: String,
     },
+    /// The lease has ended or got another branch meanwhile.
+    Ended,
     /// The server ended the session without a word.
     Lost,
 }
@@ -221,6 +242,14 @@ impl Failure {
     pub fn into_error(self, limits: &Limits) -> Result<SqlError, Problem> {
         Ok(match self {
             Self::Postgres(error) => *error,
+            Self::Malformed { message } => SqlError::new("08P01", message),
+            Self::Denied { user } => SqlError {
+                severity: Some("FATAL".to_owned()),
+                ..SqlError::new(
+                    "28P01",
+                    format!("password authentication failed for user \"{user}\""),
+                )
+            },
             Self::Refused(problem) => return Err(*problem),
             Self::Unreachable { detail } => {
                 let detail = format!("the lease's server gives no session now: {detail}");
@@ -242,6 +271,10 @@ impl Failure {
                 hint: Some("Use a Postgres driver for COPY.".to_owned()),
                 ..SqlError::new("0A000", "COPY from and to the client does not go over HTTP")
             },
+            Self::Ended => SqlError::new(
+                "57P01",
+                "terminating connection due to administrator command",
+            ),
             Self::Lost => SqlError::new("08006", "the server ended the session"),
         })
     }
@@ -263,18 +296,24 @@ impl Failure {
 pub struct Sql {
     limits: Limits,
     gate: Arc<Gate>,
+    metrics: Metrics,
 }
 
 impl Sql {
     pub fn new(limits: Limits) -> Self {
         Self {
             gate: Arc::new(Gate::new(&limits)),
+            metrics: Metrics::default(),
             limits,
         }
     }
 
     pub fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 
     /// Depth of the queues for reads and for writes.
@@ -288,32 +327,48 @@ impl Sql {
         self.gate.admit()
     }
 
-    /// The answer's JSON. `target` is asked once the job's turn has come, for a lease may end or be reset
+    /// The answer's JSON. `entered` is asked once the job's turn has come, for a lease may end or be reset
     /// while it waits. A future that is dropped cancels the job.
     pub async fn run(
         &self,
         lease: &str,
         job: Job,
-        target: impl Future<Output = Result<SqlTarget, Problem>>,
+        entered: impl Future<Output = Result<Entered, Problem>>,
     ) -> Result<Vec<u8>, Failure> {
-        let place = self.gate.enter(lease, job.work.kind()).await?;
-        let target = target.await?;
+        let (kind, started) = (job.work.kind(), Instant::now());
+        let place = self.gate.enter(lease, kind).await?;
+        let entered = entered.await?;
         let (sender, answer) = oneshot::channel();
-        tokio::spawn(serve(job, target, self.limits.result, sender, place));
-        answer.await.unwrap_or(Err(Failure::Lost))
+        tokio::spawn(serve(job, entered, self.limits.result, sender, place));
+        // Only the branch's end leaves it unanswered.
+        let answer = answer.await.unwrap_or(Err(Failure::Ended));
+        self.metrics.ran(kind, started.into_std());
+        answer
     }
 }
 
 type Outcome = Result<Vec<u8>, Failure>;
 
-/// Answers, then ends the session, and with it gives up the place.
+/// Serves the job until that is done, or the branch ends.
 async fn serve(
     job: Job,
-    target: SqlTarget,
+    Entered { target, guest }: Entered,
     limit: usize,
-    mut sender: oneshot::Sender<Outcome>,
+    sender: oneshot::Sender<Outcome>,
     _place: Place,
 ) {
+    match &guest {
+        Some(guest) => tokio::select! {
+            () = converse(job, target, limit, sender) => {}
+            // Its server goes as well, so nothing is left to be cancelled.
+            () = guest.ended() => {}
+        },
+        None => converse(job, target, limit, sender).await,
+    }
+}
+
+/// Answers, then ends the session.
+async fn converse(job: Job, target: SqlTarget, limit: usize, mut sender: oneshot::Sender<Outcome>) {
     let deadline = Instant::now() + job.timeout;
     let startup = startup(&job, &target);
     let opening = timeout(

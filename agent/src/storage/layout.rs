@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use branchpool_gateway::MAX_SOCKET_PATH;
 use snafu::{ResultExt, Snafu, ensure};
 
 use super::ids::{BranchId, EndpointId, PoolUid};
@@ -15,8 +16,6 @@ use super::ids::{BranchId, EndpointId, PoolUid};
 pub const SHARDS: usize = 16;
 /// Port that is part of every socket's name; no server listens on it.
 pub const PORT: u16 = 5432;
-/// Bytes of a socket's path (`sun_path` less its terminator).
-pub const MAX_SOCKET_PATH: usize = 107;
 
 const SHARD_NAMES: [&str; SHARDS] = [
     "00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "0a", "0b", "0c", "0d", "0e", "0f",

@@ -13,7 +13,7 @@ use std::{
 
 use branchpool_agent::{
     http::{Service, Subscription, WatchLog},
-    sql::{Limits, Sql, SqlTarget},
+    sql::{Entered, Limits, Sql, SqlTarget},
 };
 use branchpool_agent_api::{
     DesiredPool, GoldenPhase, GoldenStatus, Isolation, Lease, LeasePhase, LeaseRequest, NodeStatus,
@@ -174,8 +174,12 @@ impl Service for InMemory {
         target.ok_or_else(|| Problem::new(404, reason::LEASE_NOT_FOUND, "there is no such lease"))
     }
 
-    async fn sql_enter(&self, uid: &str) -> Result<SqlTarget, Problem> {
-        Service::sql_target(self, uid)
+    async fn sql_enter(&self, uid: &str) -> Result<Entered, Problem> {
+        let target = Service::sql_target(self, uid)?;
+        Ok(Entered {
+            target,
+            guest: None,
+        })
     }
 
     fn sql_login(&self, user: &str, password: &str) -> Option<String> {
@@ -244,6 +248,8 @@ pub(crate) fn lease(uid: &str, request: &LeaseRequest) -> Lease {
         expires_at: 1_000 + request.ttl_seconds.unwrap_or(60) * 1000,
         observed_reset_token: None,
         restarts: 0,
+        connections: None,
+        last_used_at: None,
     }
 }
 
@@ -301,6 +307,7 @@ pub(crate) fn node() -> NodeStatus {
         branches: 0,
         leases: 0,
         pools: Vec::new(),
+        lease_activity: Vec::new(),
         quarantined: Vec::new(),
         trash_directory: "trash".to_owned(),
         resident_state: true,

@@ -7,6 +7,7 @@
 )]
 
 mod clock;
+mod idle;
 mod random;
 mod scenarios;
 mod world;

@@ -1,19 +1,19 @@
 //! Single decisions, one scenario a test.
 
 use branchpool_agent::plan::{
-    Action, Command, Event, LeaseUid, Limits, PoolSpec, Refusal, Server, State, WarmingMode,
+    Action, Command, Event, LeaseUid, Limits, PoolSpec, Refusal, State, WarmingMode,
 };
 use branchpool_agent_api::{LeasePhase, PoolName};
 
 use crate::world::{World, pool_name, pool_uid, spec};
 
-fn filled(spec: PoolSpec) -> World {
+pub(crate) fn filled(spec: PoolSpec) -> World {
     let mut world = World::new(spec, Limits::default());
     world.settle();
     world
 }
 
-fn lease(world: &mut World, name: &str) -> LeaseUid {
+pub(crate) fn lease(world: &mut World, name: &str) -> LeaseUid {
     let uid = LeaseUid(name.into());
     let pool = pool_name();
     let command = Command::Lease {
@@ -227,9 +227,12 @@ fn a_parked_lease_survives_restart_and_reboot() {
     assert!(world.drained);
     assert_eq!(world.branches.len(), 1, "only the leased branch is kept");
     world.crash(0, true);
-    assert!(world.node.leases[&uid].is_bound());
+    let found = &world.node.leases[&uid];
+    assert!(found.is_bound());
+    assert_eq!(found.reason.as_deref(), Some("Restarting"));
     world.settle();
-    assert_eq!(world.node.leases[&uid].restarts, 1);
+    let found = &world.node.leases[&uid];
+    assert_eq!((found.restarts, found.reason.as_deref()), (1, None));
 }
 
 #[test]
@@ -454,76 +457,4 @@ fn an_address_outlives_a_crash_while_the_branch_it_left_is_still_being_restarted
     world.crash(u64::MAX, false);
     assert_ne!(world.node.leases[&uid].branch, old);
     world.settle();
-}
-
-fn server(world: &World, uid: &LeaseUid) -> Server {
-    let branch = world.node.leases[uid].branch;
-    match &world.node.branches[&branch].state {
-        State::Leased { server, .. } => server.clone(),
-        other => panic!("{other:?}"),
-    }
-}
-
-fn idle(open_connections_count: bool) -> World {
-    let mut spec = spec(1, 4, WarmingMode::Phased);
-    spec.lease.idle_timeout = Some(5_000);
-    spec.lease.open_connections_count = open_connections_count;
-    filled(spec)
-}
-
-fn finish_all(world: &mut World, success: bool) {
-    while !world.pending.is_empty() {
-        world.finish(0, success);
-    }
-}
-
-#[test]
-fn a_server_that_nobody_uses_sleeps_until_somebody_comes() {
-    let mut world = idle(true);
-    let uid = lease(&mut world, "a");
-    let branch = world.node.leases[&uid].branch;
-    finish_all(&mut world, true);
-    world.tick(4_999);
-    assert!(world.pending.is_empty());
-    world.tick(1);
-    finish_all(&mut world, true);
-    assert_eq!(server(&world, &uid), Server::Suspended);
-    assert_eq!(world.node.leases[&uid].reason.as_deref(), Some("Suspended"));
-    // Neither a crash nor a reboot wakes it.
-    world.crash(0, true);
-    finish_all(&mut world, true);
-    assert_eq!(server(&world, &uid), Server::Suspended);
-    world.event(Event::Wanted { branch });
-    finish_all(&mut world, true);
-    assert_eq!(server(&world, &uid), Server::Running);
-    let lease = &world.node.leases[&uid];
-    assert_eq!((lease.restarts, &lease.reason), (0, &None));
-}
-
-#[test]
-fn an_open_connection_keeps_a_server_up_if_it_is_to_count() {
-    for (counts, expected) in [(true, Server::Running), (false, Server::Suspended)] {
-        let mut world = idle(counts);
-        let uid = lease(&mut world, "a");
-        finish_all(&mut world, true);
-        world.tick(5_000);
-        // Somebody is connected.
-        world.finish(0, false);
-        finish_all(&mut world, true);
-        assert_eq!(server(&world, &uid), expected);
-    }
-}
-
-#[test]
-fn who_comes_while_a_server_is_suspended_gets_it_back() {
-    let mut world = idle(true);
-    let uid = lease(&mut world, "a");
-    let branch = world.node.leases[&uid].branch;
-    finish_all(&mut world, true);
-    world.tick(5_000);
-    world.finish(0, true);
-    assert_eq!(server(&world, &uid), Server::Suspending);
-    world.event(Event::Wanted { branch });
-    finish_all(&mut world, true);
-    assert_eq!(server(&world, &uid), Server::Running);
 }

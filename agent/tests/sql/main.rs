@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
 mod bounds;
-mod driver;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
 mod neon;
+#[path = "../neon/mod.rs"]
+mod neon_driver;
 mod own;
 mod postgres;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]

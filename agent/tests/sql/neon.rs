@@ -1,4 +1,4 @@
-//! `POST /sql` byte by byte; [`crate::driver`] has the driver itself.
+//! `POST /sql`, byte by byte and by the published driver.
 
 use branchpool_agent::http::Tcp;
 use serde_json::{Value, json};
@@ -6,10 +6,11 @@ use serde_json::{Value, json};
 use crate::{
     Node,
     message::{Reply, Request},
+    neon_driver::check_driver,
     service::PASSWORD,
 };
 
-pub(crate) fn address(database: &str, more: &str) -> String {
+fn address(database: &str, more: &str) -> String {
     let password = PASSWORD.replace(':', "%3A").replace('@', "%40");
     format!("postgresql://app.shop:{password}@db.example.com/{database}{more}")
 }
@@ -187,5 +188,13 @@ async fn who_is_not_let_in_learns_nothing_else() {
     let address = format!("postgresql://app.gone:{password}@host/app");
     let reply = post(&node, &[("Neon-Connection-String", &address)], &body).await;
     assert_eq!(reply.problem().reason, "LeaseNotFound");
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_published_driver_works_unchanged() {
+    let node = Node::start().await;
+    let endpoint = format!("http://{}/sql", node.agent.tcp.unwrap());
+    check_driver(endpoint, address("app", "?sslmode=require")).await;
     node.stop().await;
 }

@@ -13,6 +13,14 @@ use crate::{
 
 const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
 
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Waits until the settings of the hand-over are in force, which come some time after the lease.
+async fn wait_handed_over(client: &Client) {
+    let on = async { while ask(client, "SHOW autovacuum").await.unwrap() != "on" {} };
+    tokio::time::timeout(PATIENCE, on).await.unwrap();
+}
+
 /// A lease with its own row and an open connection.
 struct Holder {
     lease: Lease,
@@ -131,8 +139,7 @@ async fn killed_over_and_over_while_leases_are_held() {
     for holder in &holders {
         holder.assert_untouched(&node).await;
         // The hand-over of each was or is completed.
-        let shown = ask(&holder.client, "SHOW autovacuum").await.unwrap();
-        assert_eq!(shown, "on");
+        wait_handed_over(&holder.client).await;
     }
     // Ten times as fast as it comes up, half of them before it serves.
     for round in 0..10 {
@@ -222,7 +229,7 @@ async fn killed_during_bursts_of_leases_resets_and_releases() {
                 .await
                 .unwrap();
             assert_eq!(bodies, format!("one,two,three,{uid}"));
-            assert_eq!(ask(&client, "SHOW autovacuum").await.unwrap(), "on");
+            wait_handed_over(&client).await;
             drop(client);
             if round < 2 {
                 node.client.release(&uid, None).await.unwrap();

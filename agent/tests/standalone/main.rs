@@ -12,6 +12,7 @@ mod chaos;
 mod container;
 mod full_disk;
 mod gateway;
+mod held;
 mod image;
 mod inmate;
 mod inspect;
@@ -21,6 +22,8 @@ mod loop_btrfs;
 #[allow(dead_code, reason = "the tests of the HTTP server use the rest")]
 #[path = "../http/message.rs"]
 mod message;
+#[path = "../neon/mod.rs"]
+mod neon_driver;
 mod node;
 mod operator;
 mod reboot;

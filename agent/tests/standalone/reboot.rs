@@ -2,11 +2,12 @@
 
 use std::fs;
 
-use branchpool_agent_api::{Lease, LeasePhase};
+use branchpool_agent_api::LeasePhase;
 
 use crate::{
+    held::{assert_back, held},
     inspect::{Inventory, Mounted},
-    node::{Node, Setup, ask, connect, pool},
+    node::{Node, Setup, pool},
 };
 
 const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
@@ -21,30 +22,6 @@ fn boot_anew(node: &Node) {
     );
     assert_eq!(changed.unwrap(), 1);
     fs::remove_dir_all(node.run_dir()).unwrap();
-}
-
-async fn held(node: &Node, pool: &str, uid: &str) -> Lease {
-    let lease = node.lease_patiently(pool, uid).await;
-    let client = connect(&lease).await.unwrap();
-    ask(&client, &format!("INSERT INTO items VALUES (100, '{uid}')"))
-        .await
-        .unwrap();
-    lease
-}
-
-async fn assert_back(node: &Node, lease: &Lease, restarts: u32) {
-    let now = node
-        .wait_lease(&lease.uid, |now| {
-            now.phase != LeasePhase::Bound || now.restarts >= restarts
-        })
-        .await;
-    assert_eq!(now.phase, LeasePhase::Bound, "{now:?}");
-    assert_eq!((&now.uri, &now.branch), (&lease.uri, &lease.branch));
-    let client = connect(&now).await.unwrap();
-    let bodies = ask(&client, "SELECT body FROM items ORDER BY id")
-        .await
-        .unwrap();
-    assert_eq!(bodies, format!("one,two,three,{}", lease.uid));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,36 +6,12 @@ use branchpool_agent_api::{Lease, LeasePhase, LeaseRequest};
 use rustix::process::Signal;
 
 use crate::{
+    held::{assert_back, held},
     inspect::Inventory,
     node::{Node, Setup, ask, cgroups, command_of, connect, descendants, pool, request, send},
 };
 
 const QUICK_CLEANUP: &str = "  cleanup: {tombstones: {delay: 0s}}\n";
-
-async fn held(node: &Node, uid: &str) -> Lease {
-    let lease = node.lease_patiently("items", uid).await;
-    let client = connect(&lease).await.unwrap();
-    ask(&client, &format!("INSERT INTO items VALUES (100, '{uid}')"))
-        .await
-        .unwrap();
-    lease
-}
-
-/// Same address and data once its server runs.
-async fn assert_back(node: &Node, lease: &Lease, restarts: u32) {
-    let now = node
-        .wait_lease(&lease.uid, |now| {
-            now.phase != LeasePhase::Bound || now.restarts >= restarts
-        })
-        .await;
-    assert_eq!(now.phase, LeasePhase::Bound, "{now:?}");
-    assert_eq!((&now.uri, &now.branch), (&lease.uri, &lease.branch));
-    let client = connect(&now).await.unwrap();
-    let bodies = ask(&client, "SELECT body FROM items ORDER BY id")
-        .await
-        .unwrap();
-    assert_eq!(bodies, format!("one,two,three,{}", lease.uid));
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn leases_outlive_a_stop_by_either_signal_and_one_at_once() {
@@ -44,7 +20,7 @@ async fn leases_outlive_a_stop_by_either_signal_and_one_at_once() {
     setup.args = vec!["--stop-timeout".into(), "600".into()];
     let mut node = Node::start(setup).await;
     node.wait_full("items").await;
-    let lease = held(&node, "held").await;
+    let lease = held(&node, "items", "held").await;
     let groups = cgroups(&node);
     assert!(!groups.is_empty());
     for (signal, restarts) in [(Signal::TERM, 1), (Signal::INT, 2)] {

@@ -7,10 +7,8 @@ use std::{
     path::Path,
 };
 
-use branchpool_agent::storage::{
-    BranchId, EndpointId, Layout, NodeKey, PoolUid,
-    layout::{self, MAX_SOCKET_PATH},
-};
+use branchpool_agent::storage::{BranchId, EndpointId, Layout, NodeKey, PoolUid, layout};
+use branchpool_gateway::MAX_SOCKET_PATH;
 use branchpool_sys::btrfs;
 
 use crate::{Fixture, LoopBtrfs, SIZE};

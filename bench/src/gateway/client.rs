@@ -42,6 +42,13 @@ pub(crate) struct Login {
     pub(crate) client_hash: Duration,
 }
 
+/// A proof that the server has not answered yet.
+struct Proof {
+    scram: ScramSha256,
+    asked: Instant,
+    client_hash: Duration,
+}
+
 #[derive(Debug)]
 pub(crate) struct Session {
     stream: TcpStream,
@@ -53,19 +60,38 @@ pub(crate) struct Session {
 impl Session {
     /// Without TLS, with SCRAM; anything else is an error.
     pub(crate) async fn open(target: &Target) -> Result<(Self, Login)> {
-        let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, target.port)).await;
-        let stream = stream.with_whatever_context(|_| format!("nobody at port {}", target.port))?;
-        stream
-            .set_nodelay(true)
-            .whatever_context("no TCP_NODELAY")?;
-        let mut session = Self {
-            stream,
-            buffer: BytesMut::with_capacity(4096),
-            busy: true,
-        };
+        let mut session = Self::connect(target.port).await?;
         let login = session.log_in(target).await?;
         session.wait_ready().await?;
         Ok((session, login))
+    }
+
+    /// How long it takes to be refused for a user or a password, the client's own computing left
+    /// out; anything but that refusal is an error.
+    pub(crate) async fn refused(target: &Target) -> Result<Duration> {
+        let started = Instant::now();
+        let mut session = Self::connect(target.port).await?;
+        let proof = session.prove(target).await?;
+        match session.next().await {
+            Err(error) if error.to_string().contains("28P01") => {
+                Ok(started.elapsed().saturating_sub(proof.client_hash))
+            }
+            Err(error) => Err(error),
+            Ok(_) => whatever!("{} was let in, who was to be refused", target.user),
+        }
+    }
+
+    async fn connect(port: u16) -> Result<Self> {
+        let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await;
+        let stream = stream.with_whatever_context(|_| format!("nobody at port {port}"))?;
+        stream
+            .set_nodelay(true)
+            .whatever_context("no TCP_NODELAY")?;
+        Ok(Self {
+            stream,
+            buffer: BytesMut::with_capacity(4096),
+            busy: true,
+        })
     }
 
     async fn wait_ready(&mut self) -> Result<()> {
@@ -76,6 +102,24 @@ impl Session {
     }
 
     async fn log_in(&mut self, target: &Target) -> Result<Login> {
+        let mut sent = self.prove(target).await?;
+        let Message::AuthenticationSaslFinal(proof) = self.next().await? else {
+            whatever!("the server sends no proof")
+        };
+        sent.scram
+            .finish(proof.data())
+            .whatever_context("the server does not know the password")?;
+        let Message::AuthenticationOk = self.next().await? else {
+            whatever!("the server does not end the handshake")
+        };
+        Ok(Login {
+            handshake: sent.asked.elapsed(),
+            client_hash: sent.client_hash,
+        })
+    }
+
+    /// Up to the client's proof.
+    async fn prove(&mut self, target: &Target) -> Result<Proof> {
         let parameters = [
             ("user", target.user.as_str()),
             ("database", target.database.as_str()),
@@ -101,17 +145,9 @@ impl Session {
         let client_hash = began.elapsed();
         self.send(|message| frontend::sasl_response(scram.message(), message))
             .await?;
-        let Message::AuthenticationSaslFinal(proof) = self.next().await? else {
-            whatever!("the server sends no proof")
-        };
-        scram
-            .finish(proof.data())
-            .whatever_context("the server does not know the password")?;
-        let Message::AuthenticationOk = self.next().await? else {
-            whatever!("the server does not end the handshake")
-        };
-        Ok(Login {
-            handshake: asked.elapsed(),
+        Ok(Proof {
+            scram,
+            asked,
             client_hash,
         })
     }

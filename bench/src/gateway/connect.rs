@@ -3,11 +3,12 @@
 
 use std::{
     path::Path,
-    time::{Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use serde::Serialize;
 use snafu::{ResultExt, whatever};
+use tokio::time::sleep;
 
 use crate::{
     agent::Agent,
@@ -39,6 +40,9 @@ impl Sample {
     }
 }
 
+/// The new settings of a leased server come some time after the lease: they must not hit the next pair.
+const SETTLE: Duration = Duration::from_millis(100);
+
 type Value = fn(&Sample) -> f64;
 
 #[derive(Debug, Serialize)]
@@ -62,6 +66,7 @@ pub(crate) async fn measure(agent: &Agent, direct: &Direct, options: &Options) -
             gateway.push(sample_gateway(agent, number, &mut taken).await?);
             straight.push(sample_direct(direct).await?);
         }
+        sleep(SETTLE).await;
     }
     for lease in taken {
         lease.release(agent).await?;

@@ -1,6 +1,6 @@
 //! Leases of branches that are reached through the gateway.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use branchpool_agent_api::{LeasePhase, LeaseRequest, PoolName};
 use snafu::{OptionExt, ResultExt, whatever};
@@ -13,7 +13,7 @@ use crate::{
 
 #[derive(Debug)]
 pub(crate) struct Leased {
-    uid: String,
+    pub(crate) uid: String,
     pub(crate) target: Target,
     /// Directory of the branch's own socket.
     pub(crate) sockets: PathBuf,
@@ -21,9 +21,14 @@ pub(crate) struct Leased {
 
 impl Leased {
     pub(crate) async fn take(agent: &Agent, uid: &str) -> Result<Self> {
+        Self::take_for(agent, uid, None).await
+    }
+
+    /// For so many seconds, or the pool's default time.
+    pub(crate) async fn take_for(agent: &Agent, uid: &str, seconds: Option<u64>) -> Result<Self> {
         let request = LeaseRequest {
             pool: PoolName::new(PoolName::DEFAULT_NAMESPACE, POOL),
-            ttl_seconds: None,
+            ttl_seconds: seconds,
             holder: None,
             epoch: None,
         };
@@ -42,6 +47,18 @@ impl Leased {
             },
             sockets: PathBuf::from(lease.socket),
         })
+    }
+
+    /// Waits until its time is over, and gives the address that it had.
+    pub(crate) async fn expire(self, agent: &Agent) -> Result<Target> {
+        loop {
+            let lease = agent.client.get_lease(&self.uid).await;
+            let lease = lease.whatever_context("a lease is not known any more")?;
+            if lease.phase == LeasePhase::Expired {
+                return Ok(self.target);
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     pub(crate) async fn release(self, agent: &Agent) -> Result<()> {

@@ -1,9 +1,10 @@
 //! What the gateway is compared with: a Postgres with the settings of a branch that listens on TCP,
-//! and pgbouncer in front of a branch.
+//! and pgbouncer and a bare copying loop in front of a branch.
 
 use std::{
     ffi::OsStr,
     fs,
+    net::Ipv4Addr,
     os::unix::fs::{MetadataExt, PermissionsExt, chown},
     path::{Path, PathBuf},
     process::Stdio,
@@ -11,9 +12,9 @@ use std::{
 };
 
 use branchpool_sys::btrfs;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getegid, geteuid, kill_process};
 use snafu::{OptionExt, ResultExt, whatever};
-use tokio::{process::Child, time::sleep};
+use tokio::{net::TcpStream, process::Child, time::sleep};
 
 use crate::{
     account::Account,
@@ -292,6 +293,45 @@ ignore_startup_parameters = extra_float_digits
         let target = pgbouncer.target.clone();
         pgbouncer.service.wait_serving(&target).await?;
         Ok(pgbouncer)
+    }
+
+    pub(crate) async fn stop(self) -> Result<()> {
+        self.service.stop().await
+    }
+}
+
+/// A bare copying loop in front of a branch's own socket, which lets it in as it does the gateway.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    service: Service,
+    pub(crate) port: u16,
+}
+
+impl Copy {
+    pub(crate) async fn start(sockets: &Path, machine: &Machine) -> Result<Self> {
+        let program = std::env::current_exe().whatever_context("cannot find this program")?;
+        let user = (geteuid().as_raw(), getegid().as_raw());
+        let run = machine.memory().join("copy");
+        private_directory(&run, user)?;
+        let port = free_port()?;
+        let socket = sockets.join(".s.PGSQL.5432").display().to_string();
+        let arguments = ["copy-floor".to_owned(), port.to_string(), socket];
+        let end = Signal::KILL;
+        let service = Service::start("copy", user, &program, &arguments, &[], &run, end)?;
+        let deadline = Instant::now() + PATIENCE;
+        while TcpStream::connect((Ipv4Addr::LOCALHOST, port))
+            .await
+            .is_err()
+        {
+            if Instant::now() > deadline {
+                whatever!(
+                    "the copying loop does not listen; its log: {}",
+                    service.log()
+                );
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+        Ok(Self { service, port })
     }
 
     pub(crate) async fn stop(self) -> Result<()> {

@@ -1,4 +1,5 @@
-//! pgbench through the gateway, through pgbouncer, and straight to the servers.
+//! pgbench through the gateway, through pgbouncer, through a bare copying loop, and straight to the
+//! servers.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,7 +17,7 @@ use crate::{
     gateway::{
         client::Target,
         leases::Leased,
-        servers::{Direct, Pgbouncer},
+        servers::{Copy, Direct, Pgbouncer},
     },
     machine::Machine,
     options::Options,
@@ -27,23 +28,28 @@ use crate::{
 const SCALE: u32 = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-enum Script {
+pub(crate) enum Script {
     SelectOnly,
     TpcB,
 }
 
 /// What is compared, and with how many clients.
-const WORKLOADS: [(Script, u32); 4] = [
+pub(crate) type Workload = (Script, u32);
+
+pub(crate) const WORKLOADS: [Workload; 4] = [
     (Script::SelectOnly, 1),
     (Script::SelectOnly, 8),
     (Script::SelectOnly, 32),
     (Script::TpcB, 8),
 ];
+/// Where commits reach the disk.
+pub(crate) const DURABLE: [Workload; 1] = [(Script::TpcB, 8)];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 enum Way {
     Gateway,
     Pgbouncer,
+    Copy,
     /// To the socket of the branch that is behind gateway and pgbouncer.
     Unix,
     /// To a server of the same settings on a snapshot of its own.
@@ -66,6 +72,7 @@ struct Compared {
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Throughput {
+    tuning: &'static str,
     scale: u32,
     workloads: Vec<Compared>,
 }
@@ -96,6 +103,7 @@ pub(crate) async fn measure(
     direct: &Direct,
     machine: &Machine,
     options: &Options,
+    workloads: &[Workload],
 ) -> Result<Throughput> {
     let lease = Leased::take(agent, "throughput").await?;
     let unix = Target {
@@ -126,18 +134,26 @@ pub(crate) async fn measure(
     if let Some(pgbouncer) = &pgbouncer {
         courses.insert(1, Course::tcp(Way::Pgbouncer, &pgbouncer.target));
     }
-    let mut workloads = Vec::new();
-    for (script, clients) in WORKLOADS {
-        workloads.push(compare(&mut courses, script, clients, options).await?);
+    let copy = Copy::start(&lease.sockets, machine).await?;
+    let through_copy = Target {
+        port: copy.port,
+        ..unix
+    };
+    courses.push(Course::tcp(Way::Copy, &through_copy));
+    let mut compared = Vec::new();
+    for &(script, clients) in workloads {
+        compared.push(compare(&mut courses, script, clients, options).await?);
     }
+    copy.stop().await?;
     if let Some(pgbouncer) = pgbouncer {
         pgbouncer.stop().await?;
     }
     account(&courses, &lease.sockets, &direct.sockets).await?;
     lease.release(agent).await?;
     Ok(Throughput {
+        tuning: options.tuning,
         scale: SCALE,
-        workloads,
+        workloads: compared,
     })
 }
 
@@ -281,30 +297,25 @@ impl Compared {
 
 impl Throughput {
     pub(crate) fn table(&self) -> Table {
-        let mut table = Table::new(
-            "pgbench, prepared: median transactions per second, gateway to the others",
-            &[
-                "",
-                "clients",
-                "gateway",
-                "pgbouncer",
-                "Unix",
-                "TCP",
-                "to pgbouncer",
-                "to Unix",
-                "to TCP",
-            ],
+        let ways = [Way::Gateway, Way::Pgbouncer, Way::Copy, Way::Unix, Way::Tcp];
+        let mut head = vec![String::new(), "clients".to_owned()];
+        head.extend(ways.map(|way| format!("{way:?}")));
+        head.extend(ways[1..].iter().map(|way| format!("to {way:?}")));
+        let title = format!(
+            "pgbench, prepared, {}: median transactions per second, gateway to the others",
+            self.tuning
         );
+        let mut table = Table::new(&title, &head);
         for compared in &self.workloads {
             let mut row = vec![
                 format!("{:?}", compared.script),
                 compared.clients.to_string(),
             ];
-            for way in [Way::Gateway, Way::Pgbouncer, Way::Unix, Way::Tcp] {
+            for way in ways {
                 let tps = compared.tps(way).map(|tps| median(tps.iter().copied()));
                 row.push(tps.map_or("absent".to_owned(), |tps| format!("{tps:.0}")));
             }
-            for way in [Way::Pgbouncer, Way::Unix, Way::Tcp] {
+            for &way in &ways[1..] {
                 let ratio = compared.ratio(way).map(|ratio| ratio.to_string());
                 row.push(ratio.unwrap_or_else(|| "absent".to_owned()));
             }

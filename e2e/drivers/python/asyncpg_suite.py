@@ -235,13 +235,7 @@ class Suite:
 def main():
     with asyncio.Runner() as runner:
         suite = runner.run(Suite.start(common.load()))
-        checks = [
-            suite.connect, suite.parameters, suite.prepared, suite.binary, suite.copy, suite.notify,
-            suite.cancel, suite.large_object, suite.large_row, suite.transaction, suite.encoding,
-            suite.reset_all, suite.discard_all, suite.pool, suite.timezone, suite.latin1,
-            suite.application_name, suite.options, suite.connects,
-        ]  # fmt: skip
-        common.report(suite.config, checks, lambda check: runner.run(check()))
+        common.report(suite.config, suite, lambda check: runner.run(check()))
 
 
 main()

@@ -32,6 +32,12 @@ PARAMETERS = [
     "scram_iterations", "search_path", "server_encoding", "server_version",
     "session_authorization", "standard_conforming_strings",
 ]  # fmt: skip
+# What every suite has, in the order of its run.
+CHECKS = [
+    "connect", "parameters", "prepared", "binary", "copy", "notify", "cancel", "large_object",
+    "large_row", "transaction", "encoding", "reset_all", "discard_all", "pool", "timezone", "latin1",
+    "application_name", "options", "connects",
+]  # fmt: skip
 
 
 class Unsupported(Exception):
@@ -74,15 +80,14 @@ def changed(before, after) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def report(config: dict, checks: list, call=lambda check: check()) -> None:
-    """Runs the checks in order and prints one JSON object: name -> result."""
+def report(config: dict, suite, call=lambda check: check()) -> None:
+    """Runs the suite's checks in order and prints one JSON object: name -> result."""
     results = {}
-    for check in checks:
-        name = check.__name__
+    for name in CHECKS:
         if config.get("only") and name not in config["only"]:
             continue
         try:
-            results[name] = call(check)
+            results[name] = call(getattr(suite, name))
         except Unsupported as reason:
             results[name] = {"unsupported": str(reason)}
         except Exception as error:

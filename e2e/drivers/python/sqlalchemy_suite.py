@@ -260,12 +260,7 @@ class Suite:
 def main():
     config = common.load()
     suite = Suite(config)
-    common.report(config, [
-        suite.connect, suite.parameters, suite.prepared, suite.binary, suite.copy, suite.notify,
-        suite.cancel, suite.large_object, suite.large_row, suite.transaction, suite.encoding,
-        suite.reset_all, suite.discard_all, suite.pool, suite.timezone, suite.latin1,
-        suite.application_name, suite.options, suite.connects,
-    ])  # fmt: skip
+    common.report(config, suite)
 
 
 main()

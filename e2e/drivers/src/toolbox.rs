@@ -165,11 +165,17 @@ impl Toolbox {
     }
 
     fn node(&self, script: &str) -> Command {
-        let mut command = command("node");
+        let mut command = self.tool("node");
         command
             .arg("--no-deprecation")
             .arg(self.made.join("node").join(script));
         command
+    }
+
+    /// The machine's, or what `scripts/setup-drivers` has got in its place.
+    fn tool(&self, name: &str) -> Command {
+        let own = self.made.join("bin").join(name);
+        command(if own.exists() { own } else { name.into() })
     }
 
     fn java(&self, class: &str) -> Command {

@@ -1,6 +1,10 @@
 //! Who gets the preconnected session.
 
+use std::time::Duration;
+
+use branchpool_gateway::Unavailable;
 use bytes::Bytes;
+use tokio::time::timeout;
 
 use crate::{
     fixture::{DATABASE, Gateway, PASSWORD, Postgres, ROLE, USER, eventually, open},
@@ -162,19 +166,25 @@ async fn a_dead_session_costs_nothing_but_its_speed() {
 async fn http_sql_comes_first() {
     let server = Postgres::start().await;
     let gateway = Gateway::start().await;
-    // It took the session.
     let (branch, warm) = gateway.warm_lease(&server, &[]).await;
-    let (taken, _link) = branch.take_session().unwrap();
-    assert_eq!(taken.cancel_key.process_id, warm);
-    let (_raw, pid) = pid_of(&gateway, &[]).await;
-    assert_ne!(pid, warm);
-    // It opened its own.
-    let (branch, warm) = gateway.warm_lease(&server, &[]).await;
-    branch.note_session();
-    let (_raw, pid) = pid_of(&gateway, &[]).await;
-    assert_ne!(pid, warm);
+    let guest = branch.admit(Duration::ZERO).await.unwrap();
     let gone = format!("SELECT count(*) FROM pg_stat_activity WHERE pid = {warm}");
     assert_eq!(server.sql(&gone).await, "0");
+    assert_eq!(branch.activity().connections, 1);
+    let (raw, pid) = pid_of(&gateway, &[]).await;
+    assert_ne!(pid, warm);
+    drop(raw);
+    // It is told of the end, which waits for it.
+    branch.end();
+    guest.ended().await;
+    assert!(timeout(Duration::ZERO, branch.closed()).await.is_err());
+    drop(guest);
+    branch.closed().await;
+    assert_eq!(branch.activity().connections, 0);
+    assert_eq!(
+        branch.admit(Duration::ZERO).await.unwrap_err(),
+        Unavailable::Ended
+    );
 }
 
 #[tokio::test]
