@@ -54,7 +54,7 @@ bench: ## Measure hand-out and refill beside bare system calls, the gateway besi
 .PHONY: generate
 generate: ## Write the generated files anew: CRD manifests, their reference page, metrics, golden files of the chart
 	@cargo run --quiet --locked --package branchpool-crds --bin crdgen
-	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --lib metrics >/dev/null
+	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-agent --package branchpool-operator --lib metrics >/dev/null
 	@BRANCHPOOL_GENERATE=1 cargo test --quiet --locked --package branchpool-e2e-chart >/dev/null
 
 .PHONY: audit

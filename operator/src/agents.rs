@@ -138,7 +138,9 @@ impl Discovery {
         let mut wanted: BTreeMap<NodeName, AgentPod> = BTreeMap::new();
         for agent in found.by_uid.values() {
             // While a Pod replaces another there may be two; either is the same agent's place.
-            wanted.entry(agent.node.clone()).or_insert_with(|| agent.clone());
+            wanted
+                .entry(agent.node.clone())
+                .or_insert_with(|| agent.clone());
         }
         let gone: BTreeSet<NodeName> = found
             .streams
@@ -207,7 +209,9 @@ async fn listen_once(
     since: &mut Option<(String, u64)>,
 ) -> Result<(), Option<ClientError>> {
     // What was silent before has to say everything: meanwhile calls may have been made.
-    let from = since.as_ref().map(|(instance, revision)| (instance.as_str(), *revision));
+    let from = since
+        .as_ref()
+        .map(|(instance, revision)| (instance.as_str(), *revision));
     let mut watch = client.watch(from).await.map_err(Some)?;
     let mut resumed = from.is_some();
     while let Some(event) = watch.next().await.map_err(Some)? {

@@ -103,8 +103,12 @@ pub async fn run(cli: Cli, client: Client, stop: impl Future<Output = ()>) -> Re
         }) => kept.map_err(Error::from),
         _ended = tasks.join_next() => Err(Error::Ended),
     };
-    tasks.abort_all();
+    tasks.shutdown().await;
     always.abort_all();
+    if result.is_ok() {
+        let epoch = *epoch.borrow();
+        election.give_up(epoch).await;
+    }
     health.abort();
     info!("stopped");
     result
@@ -210,9 +214,14 @@ fn start(
         record,
         metrics: metrics.clone(),
         scope: scope.clone(),
+        agent_namespace: cli.agent_namespace.clone(),
     });
     tasks.spawn(controller.run(notice_inbox));
-    tasks.spawn(leases::follow_leases(scope.clone(), client.clone(), lease_events));
+    tasks.spawn(leases::follow_leases(
+        scope.clone(),
+        client.clone(),
+        lease_events,
+    ));
     tasks.spawn(pools::follow_pools(scope, client.clone(), notices.clone()));
     tasks.spawn(pools::follow_nodes(client, notices));
     (tasks, questions, index)

@@ -93,7 +93,11 @@ impl Cluster {
         self.metrics
             .api_write(what, result.is_ok(), started.elapsed().as_secs_f64());
         if let Err(error) = &result {
-            debug!(what, error = describe(error), "the API server refused a write");
+            debug!(
+                what,
+                error = describe(error),
+                "the API server refused a write"
+            );
         }
         result
     }
@@ -118,7 +122,9 @@ impl Cluster {
         ]));
         let patch = Patch::Json::<()>(patch.map_err(kube::Error::SerdeError)?);
         let params = PatchParams::default();
-        let patched = self.write(what, api.patch_status(name, &params, &patch)).await?;
+        let patched = self
+            .write(what, api.patch_status(name, &params, &patch))
+            .await?;
         let version = patched.meta().resource_version.as_deref();
         Ok(version.and_then(|text| text.parse().ok()).unwrap_or(0))
     }
@@ -171,13 +177,19 @@ impl Cluster {
         status: &BranchLeaseStatus,
     ) -> Result<u64, WriteError> {
         let api = self.leases(&lease.namespace);
-        self.patch_status("lease_status", &api, &lease.name, lease.uid.as_str(), status)
-            .await
-            .map_err(|error| match refusal(&error) {
-                // The test of the UID failed: another object has the name.
-                Refusal::Status(status) if matches!(status.code, 404 | 422) => WriteError::NotFound,
-                _ => WriteError::Later(describe(&error)),
-            })
+        self.patch_status(
+            "lease_status",
+            &api,
+            &lease.name,
+            lease.uid.as_str(),
+            status,
+        )
+        .await
+        .map_err(|error| match refusal(&error) {
+            // The test of the UID failed: another object has the name.
+            Refusal::Status(status) if matches!(status.code, 404 | 422) => WriteError::NotFound,
+            _ => WriteError::Later(describe(&error)),
+        })
     }
 
     pub(crate) async fn delete_lease(&self, lease: &ObjectRef) -> Result<(), WriteError> {
@@ -217,11 +229,15 @@ impl Cluster {
                 Refusal::Status(status) if status.code == 409 => {
                     self.clear_name(&api, &lease.name).await?;
                 }
-                Refusal::Status(status) if status.code == 403 => return Err(forbidden(lease, status)),
+                Refusal::Status(status) if status.code == 403 => {
+                    return Err(forbidden(lease, status));
+                }
                 _ => return Err(gone_or_later(&error)),
             }
         }
-        Err(WriteError::Later("the Secret's name is taken again and again".to_owned()))
+        Err(WriteError::Later(
+            "the Secret's name is taken again and again".to_owned(),
+        ))
     }
 
     /// Deletes the Secret of the name, if it is a lease's: the admission policy looks at what it is,
@@ -279,7 +295,9 @@ impl Cluster {
         let uid = secret.map(Uid::as_str);
         if uid.is_none() && !self.is_guarded(&api).await? {
             // What a former leader made cannot be told from a user's own.
-            return Err(WriteError::Foreign("no admission policy is there".to_owned()));
+            return Err(WriteError::Foreign(
+                "no admission policy is there".to_owned(),
+            ));
         }
         self.delete("secret_delete", &api, &lease.name, uid)
             .await

@@ -7,11 +7,7 @@ use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
     apimachinery::pkg::apis::meta::v1::MicroTime,
 };
-use kube::{
-    Api,
-    api::PostParams,
-    core::ObjectMeta,
-};
+use kube::{Api, api::PostParams, core::ObjectMeta};
 use snafu::Snafu;
 use tokio::{
     sync::{mpsc, watch},
@@ -29,9 +25,7 @@ use crate::{
 
 #[derive(Debug, Snafu)]
 pub enum Error {
-    #[snafu(display(
-        "another replica leads now; this one starts anew to follow it"
-    ))]
+    #[snafu(display("another replica leads now; this one starts anew to follow it"))]
     Deposed,
     #[snafu(display(
         "leadership could not be renewed for {} s; this replica starts anew, lest there be two leaders. Is the API server reached?",
@@ -85,11 +79,12 @@ impl Election {
 
     fn told(&self, epoch: u64) {
         self.metrics.leading.set(1);
-        self.metrics.epoch.set(i64::try_from(epoch).unwrap_or(i64::MAX));
+        self.metrics
+            .epoch
+            .set(i64::try_from(epoch).unwrap_or(i64::MAX));
     }
 
-    /// Keeps the leadership until it is lost, or `stop` is there: then it is given up, and the next
-    /// replica need not wait. `newer` brings epochs of agents that refused ours.
+    /// Keeps the leadership until it is lost, or `stop` is there. `newer` brings epochs of agents that refused ours.
     pub(crate) async fn keep(
         &mut self,
         epoch: &watch::Sender<u64>,
@@ -100,10 +95,7 @@ impl Election {
         let mut renewed = self.now();
         loop {
             let seen = tokio::select! {
-                () = &mut stop => {
-                    self.give_up(*epoch.borrow()).await;
-                    return Ok(());
-                }
+                () = &mut stop => return Ok(()),
                 () = sleep(RETRY_PERIOD) => None,
                 seen = newer.recv() => seen.flatten(),
             };
@@ -186,32 +178,30 @@ impl Election {
             ..LeaseSpec::default()
         };
         let params = PostParams::default();
-        let result = match old {
-            Some(old) => {
-                // With its resourceVersion, so that only one of two writers succeeds.
-                let new = Lease {
-                    spec: Some(spec),
-                    ..old
-                };
-                self.api.replace(&self.name, &params, &new).await
-            }
-            None => {
-                let new = Lease {
-                    metadata: ObjectMeta {
-                        name: Some(self.name.clone()),
-                        ..ObjectMeta::default()
-                    },
-                    spec: Some(spec),
-                };
-                self.api.create(&params, &new).await
-            }
+        let result = if let Some(old) = old {
+            // With its resourceVersion, so that only one of two writers succeeds.
+            let new = Lease {
+                spec: Some(spec),
+                ..old
+            };
+            self.api.replace(&self.name, &params, &new).await
+        } else {
+            let new = Lease {
+                metadata: ObjectMeta {
+                    name: Some(self.name.clone()),
+                    ..ObjectMeta::default()
+                },
+                spec: Some(spec),
+            };
+            self.api.create(&params, &new).await
         };
         let (written, now) = (record(&result?), self.now());
         self.observed = Some(Observation::update(self.observed.take(), written, now));
         Ok(epoch)
     }
 
-    async fn give_up(&mut self, epoch: u64) {
+    /// The next replica need not wait. To be called when nothing is done in this leadership any more.
+    pub(crate) async fn give_up(&mut self, epoch: u64) {
         let result = async {
             let Some(mut lease) = self.read().await? else {
                 return Ok(());
@@ -241,7 +231,9 @@ impl Election {
 
 fn record(lease: &Lease) -> Record {
     let spec = lease.spec.clone().unwrap_or_default();
-    let seconds = spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok());
+    let seconds = spec
+        .lease_duration_seconds
+        .and_then(|n| u64::try_from(n).ok());
     Record {
         holder: spec.holder_identity,
         transitions: spec

@@ -69,7 +69,10 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    pub(crate) fn new(leases: mpsc::Sender<Event>, metrics: Metrics) -> (Self, watch::Receiver<Index>) {
+    pub(crate) fn new(
+        leases: mpsc::Sender<Event>,
+        metrics: Metrics,
+    ) -> (Self, watch::Receiver<Index>) {
         let (index, reader) = watch::channel(Index::default());
         let writer = Self {
             index,

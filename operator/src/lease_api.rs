@@ -23,10 +23,10 @@ use axum::{
 };
 use branchpool_agent_api::{Problem, problem::PROBLEM_MEDIA_TYPE};
 use branchpool_crds::{BranchLease, BranchLeaseSpec};
+use k8s_openapi::api::authentication::v1::UserInfo;
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
 };
-use k8s_openapi::api::authentication::v1::UserInfo;
 use kube::{Api, api::PostParams, core::ObjectMeta};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -60,7 +60,7 @@ pub(crate) type Leading = watch::Receiver<Option<mpsc::Sender<Question>>>;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Body {
-    /// Of the BranchLease.
+    /// Of the object.
     name: String,
     #[serde(default)]
     ttl: Option<String>,
@@ -108,7 +108,10 @@ pub(crate) fn router(cluster: Cluster, leading: Leading) -> Router {
         allowed: Mutex::default(),
     };
     Router::new()
-        .route("/v1/namespaces/{namespace}/pools/{pool}/leases", post(lease))
+        .route(
+            "/v1/namespaces/{namespace}/pools/{pool}/leases",
+            post(lease),
+        )
         .with_state(Arc::new(desk))
 }
 
@@ -159,7 +162,11 @@ impl Desk {
         let user = self.user(key, &token).await?;
         self.allow(key, &user, namespace).await?;
         let body = to_bytes(request.into_body(), MAX_BODY).await.map_err(|_| {
-            Problem::new(413, "BodyTooLarge", format!("a body has at most {MAX_BODY} bytes"))
+            Problem::new(
+                413,
+                "BodyTooLarge",
+                format!("a body has at most {MAX_BODY} bytes"),
+            )
         })?;
         let body: Body = serde_json::from_slice(&body)
             .map_err(|error| Problem::new(400, "MalformedJson", error.to_string()))?;
@@ -221,7 +228,7 @@ impl Desk {
         Ok(user)
     }
 
-    /// Whether the user may create BranchLeases there.
+    /// Whether the user may create leases there.
     async fn allow(&self, key: [u8; 32], user: &UserInfo, namespace: &str) -> Result<(), Problem> {
         let at = (key, namespace.to_owned());
         let known = lock(&self.allowed).get(&at).copied();
@@ -285,14 +292,20 @@ impl Desk {
         match error {
             kube::Error::Api(status) if status.code == 409 && status.reason == "AlreadyExists" => {}
             kube::Error::Api(status) if matches!(status.code, 400 | 403 | 404 | 422) => {
-                return Err(Problem::new(status.code, "LeaseRefused", status.message.clone()));
+                return Err(Problem::new(
+                    status.code,
+                    "LeaseRefused",
+                    status.message.clone(),
+                ));
             }
             error => return Err(unavailable("create the lease", &error)),
         }
         let found = api.get(&body.name).await;
         let found = found.map_err(|error| unavailable("read the lease", &error))?;
         let annotations = found.metadata.annotations.as_ref();
-        let theirs = annotations.and_then(|all| all.get(ASKED_BY)).map(String::as_str);
+        let theirs = annotations
+            .and_then(|all| all.get(ASKED_BY))
+            .map(String::as_str);
         if theirs != Some(user) || found.spec.pool_ref != wanted.spec.pool_ref {
             return Err(Problem::new(
                 409,
@@ -359,7 +372,9 @@ fn read(lease: BranchLease) -> Result<LeaseObject, Problem> {
 fn bearer(headers: &HeaderMap) -> Result<String, Problem> {
     let header = headers.get(AUTHORIZATION);
     let text = header.and_then(|header| header.to_str().ok());
-    let token = text.and_then(|text| text.strip_prefix("Bearer ")).map(str::trim);
+    let token = text
+        .and_then(|text| text.strip_prefix("Bearer "))
+        .map(str::trim);
     match token {
         Some(token) if !token.is_empty() => Ok(token.to_owned()),
         _ => Err(Problem::new(

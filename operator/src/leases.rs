@@ -2,9 +2,7 @@
 
 use std::collections::HashMap;
 
-use branchpool_agent_api::{
-    Client, ClientError, LeaseRequest, RenewRequest, ResetRequest,
-};
+use branchpool_agent_api::{Client, ClientError, LeaseRequest, RenewRequest, ResetRequest};
 use branchpool_crds::{BranchLease, LeasePhase};
 use futures_util::StreamExt;
 use kube::runtime::events::EventType;
@@ -132,8 +130,17 @@ impl Controller {
                         let _left = waiting.send(answer.clone());
                     }
                 }
-                Action::Warn { lease, reason, note } => {
-                    warn!(namespace = lease.namespace, lease = lease.name, reason, "{note}");
+                Action::Warn {
+                    lease,
+                    reason,
+                    note,
+                } => {
+                    warn!(
+                        namespace = lease.namespace,
+                        lease = lease.name,
+                        reason,
+                        "{note}"
+                    );
                     self.record
                         .lease(&lease, EventType::Warning, &reason, &note);
                 }
@@ -202,30 +209,15 @@ impl Performer {
             Operation::Patch(lease, status) => {
                 let patched = self.cluster.patch_lease(&lease, &status).await;
                 if patched.is_ok() {
-                    self.told(&lease, status.phase, status.bound_time.as_ref().map(|time| time.0));
+                    told(&lease, status.phase);
                 }
                 Outcome::Patched(status, patched)
             }
             Operation::DeleteLease(lease) => {
                 Outcome::LeaseDeleted(self.cluster.delete_lease(&lease).await)
             }
-            Operation::Confirm(lease) => Outcome::Confirmed(self.cluster.lease_exists(&lease).await),
-        }
-    }
-
-    fn told(&self, lease: &ObjectRef, phase: LeasePhase, bound: Option<jiff::Timestamp>) {
-        debug!(namespace = lease.namespace, lease = lease.name, ?phase, "status written");
-        match phase {
-            LeasePhase::Pending => hook::reached("pending-written"),
-            LeasePhase::Bound => {
-                if let Some(bound) = bound {
-                    let since = jiff::Timestamp::now().duration_since(bound);
-                    self.metrics.lease_bound(since.as_secs_f64().max(0.0));
-                }
-                hook::reached("bound-written");
-            }
-            LeasePhase::Expired | LeasePhase::Failed | LeasePhase::Lost => {
-                hook::reached("end-written");
+            Operation::Confirm(lease) => {
+                Outcome::Confirmed(self.cluster.lease_exists(&lease).await)
             }
         }
     }
@@ -284,11 +276,32 @@ impl Performer {
             }
             Call::Release => agent.release(id, epoch).await,
             Call::Forget => {
-                agent.forget(id, epoch).await.map_err(refusal)?;
+                agent
+                    .forget(id, epoch)
+                    .await
+                    .map_err(|error| refusal(&error))?;
                 return Ok(None);
             }
         };
-        answer.map(|lease| Some(Box::new(lease))).map_err(refusal)
+        answer
+            .map(|lease| Some(Box::new(lease)))
+            .map_err(|error| refusal(&error))
+    }
+}
+
+fn told(lease: &ObjectRef, phase: LeasePhase) {
+    debug!(
+        namespace = lease.namespace,
+        lease = lease.name,
+        ?phase,
+        "status written"
+    );
+    match phase {
+        LeasePhase::Pending => hook::reached("pending-written"),
+        LeasePhase::Bound => hook::reached("bound-written"),
+        LeasePhase::Expired | LeasePhase::Failed | LeasePhase::Lost => {
+            hook::reached("end-written");
+        }
     }
 }
 
@@ -303,7 +316,7 @@ fn call_name(call: &Call) -> &'static str {
     }
 }
 
-pub(crate) fn refusal(error: ClientError) -> CallError {
+pub(crate) fn refusal(error: &ClientError) -> CallError {
     match error.problem() {
         Some(problem) => CallError::Refused {
             reason: problem.reason.clone(),

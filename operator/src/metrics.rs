@@ -1,9 +1,6 @@
 //! Everything that is counted and timed. `docs/operator-metrics.md` lists what is here.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicI64, AtomicU64},
-};
+use std::sync::{Arc, atomic::AtomicI64};
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
@@ -59,16 +56,13 @@ pub(crate) struct Metrics {
     agents: Gauges<Node>,
     heard: Gauges<Node>,
     write_seconds: Histogram,
-    bind_seconds: Histogram,
     pub(crate) leading: Gauge<i64, AtomicI64>,
     pub(crate) epoch: Gauge<i64, AtomicI64>,
     pub(crate) older_schemas: Gauge<i64, AtomicI64>,
-    pub(crate) bound: Counter<u64, AtomicU64>,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        let timer = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
         let mut made = Self {
             registry: Arc::new(Registry::default()),
             queued: Family::default(),
@@ -77,12 +71,10 @@ impl Default for Metrics {
             calls: Family::default(),
             agents: Family::default(),
             heard: Family::default(),
-            write_seconds: timer(),
-            bind_seconds: timer(),
+            write_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 16)),
             leading: Gauge::default(),
             epoch: Gauge::default(),
             older_schemas: Gauge::default(),
-            bound: Counter::default(),
         };
         let mut registry = Registry::with_prefix("branchpool_operator");
         made.register(&mut registry);
@@ -94,16 +86,11 @@ impl Default for Metrics {
 impl Metrics {
     fn register(&self, registry: &mut Registry) {
         registry.register(
-            "leases_queued",
+            "queue_length",
             "Leases of a pool that wait for a branch",
             self.queued.clone(),
         );
         registry.register("leases", "BranchLeases by phase", self.leases.clone());
-        registry.register(
-            "leases_bound",
-            "Leases that became Bound",
-            self.bound.clone(),
-        );
         registry.register(
             "api_writes",
             "Writes to the API server, by kind and outcome",
@@ -125,7 +112,11 @@ impl Metrics {
             Unit::Seconds,
             self.heard.clone(),
         );
-        registry.register("leading", "1 on the replica that leads", self.leading.clone());
+        registry.register(
+            "leading",
+            "1 on the replica that leads",
+            self.leading.clone(),
+        );
         registry.register("epoch", "Epoch of the leader", self.epoch.clone());
         registry.register(
             "older_schemas",
@@ -138,12 +129,6 @@ impl Metrics {
             Unit::Seconds,
             self.write_seconds.clone(),
         );
-        registry.register_with_unit(
-            "bind",
-            "From the creation of a lease to its status Bound, in the API server's time of whole seconds",
-            Unit::Seconds,
-            self.bind_seconds.clone(),
-        );
     }
 
     pub(crate) fn api_write(&self, kind: &'static str, ok: bool, seconds: f64) {
@@ -155,11 +140,6 @@ impl Metrics {
     pub(crate) fn agent_call(&self, call: &'static str, ok: bool) {
         let outcome = outcome(ok);
         self.calls.get_or_create(&Call { call, outcome }).inc();
-    }
-
-    pub(crate) fn lease_bound(&self, seconds: f64) {
-        self.bound.inc();
-        self.bind_seconds.observe(seconds);
     }
 
     pub(crate) fn agent(&self, node: &str, connected: bool, heard_at: Option<u64>) {
@@ -195,7 +175,9 @@ impl Metrics {
             ("bound", counts.bound),
             ("finished", counts.finished),
         ] {
-            self.leases.get_or_create(&Phase { phase }).set(i64::from(count));
+            self.leases
+                .get_or_create(&Phase { phase })
+                .set(i64::from(count));
         }
     }
 
@@ -210,4 +192,96 @@ impl Metrics {
 
 fn outcome(ok: bool) -> &'static str {
     if ok { "ok" } else { "failed" }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, env, fmt::Write as _, fs, path::Path};
+
+    use branchpool_agent_api::PoolName;
+
+    use super::*;
+
+    const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operator-metrics.md");
+    const INTRODUCTION: &str = "\
+# Metrics of the operator
+
+`GET /metrics` on `--metrics-listen` answers in the OpenMetrics text format. Generated from
+`operator/src/metrics.rs` by `make generate`; `make test` fails when the two differ.
+
+| Metric | Kind | Labels | What |
+|---|---|---|---|
+";
+
+    /// With a value in each family, for empty ones are left out of the text.
+    fn with_values() -> Metrics {
+        let metrics = Metrics::default();
+        metrics.api_write("lease_status", true, 0.1);
+        metrics.agent_call("lease", true);
+        metrics.agent("node-1", true, Some(1_000));
+        let mut counts = Counts::default();
+        counts.queued.insert(PoolName::new("shop", "app"), 1);
+        metrics.set_counts(&counts);
+        metrics
+    }
+
+    /// Names of the labels on the samples of a metric.
+    fn labels(text: &str, name: &str) -> BTreeSet<String> {
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let own = samples.filter_map(|line| line.strip_prefix(name)?.split_once('{'));
+        own.flat_map(|(_, rest)| rest.split(','))
+            .filter_map(|label| Some(label.split_once('=')?.0.to_owned()))
+            .filter(|label| label != "le")
+            .collect()
+    }
+
+    fn page() -> String {
+        let text = with_values().text();
+        let mut page = INTRODUCTION.to_owned();
+        let mut help = "";
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# HELP ") {
+                help = rest.split_once(' ').unwrap().1.trim_end_matches('.');
+            }
+            let Some((name, kind)) = line
+                .strip_prefix("# TYPE ")
+                .and_then(|rest| rest.split_once(' '))
+            else {
+                continue;
+            };
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            let labels: Vec<String> = labels(&text, name)
+                .into_iter()
+                .map(|label| format!("`{label}`"))
+                .collect();
+            let labels = labels.join(", ");
+            writeln!(page, "| `{name}{suffix}` | {kind} | {labels} | {help} |").unwrap();
+        }
+        page
+    }
+
+    #[test]
+    fn the_page_lists_every_metric() {
+        let page = page();
+        let path = Path::new(PAGE);
+        if env::var_os("BRANCHPOOL_GENERATE").is_some() {
+            fs::write(path, &page).unwrap();
+        }
+        let found = fs::read_to_string(path).unwrap_or_default();
+        assert_eq!(
+            found, page,
+            "docs/operator-metrics.md is out of date: run `make generate` and commit the result"
+        );
+        let fields = include_str!("metrics.rs")
+            .split("struct Metrics {")
+            .nth(1)
+            .and_then(|rest| rest.split_once("\n}"))
+            .unwrap()
+            .0;
+        let fields = fields
+            .lines()
+            .filter(|line| line.contains(": ") && !line.contains("registry"));
+        let rows = page.lines().filter(|line| line.starts_with("| `"));
+        assert_eq!(rows.count(), fields.count());
+    }
 }

@@ -1,6 +1,7 @@
 //! The pool controller: each node is told its share, and statuses say what came of it.
 
 mod desired;
+mod namespace;
 mod nodes;
 mod sources;
 mod state;
@@ -36,6 +37,7 @@ use crate::{
 
 use self::{
     desired::Sent,
+    namespace::NoAgents,
     nodes::NodeReports,
     sources::Sources,
     state::{NodeFacts, PoolFacts, terms},
@@ -56,6 +58,8 @@ pub(crate) enum Notice {
     Told(NodeName, Uid, Result<(), CallError>),
     PoolWritten(Uid, Box<BranchPoolStatus>, Result<(), WriteError>),
     NodeWritten(NodeName, nodes::Written),
+    /// Why no agent can be there, where that is known: reason and sentence.
+    AgentNamespace(Option<(&'static str, String)>),
     /// Whether a pool that agents have, and the API server's list has not, is gone.
     Confirmed(Uid, bool),
 }
@@ -84,6 +88,8 @@ pub(crate) struct Controller {
     orphans: BTreeMap<Uid, bool>,
     reports: NodeReports,
     closed: BTreeSet<NodeName>,
+    agent_namespace: String,
+    no_agents: NoAgents,
     settled: bool,
     started: Instant,
 }
@@ -101,6 +107,7 @@ pub(crate) struct Parts {
     pub(crate) record: Events,
     pub(crate) metrics: Metrics,
     pub(crate) scope: Scope,
+    pub(crate) agent_namespace: String,
 }
 
 impl Controller {
@@ -126,6 +133,8 @@ impl Controller {
             orphans: BTreeMap::new(),
             reports: NodeReports::default(),
             closed: BTreeSet::new(),
+            agent_namespace: parts.agent_namespace,
+            no_agents: NoAgents::default(),
             settled: false,
             started: Instant::now(),
         }
@@ -160,7 +169,7 @@ impl Controller {
         match notice {
             Notice::Pool(change) => self.pool_changed(change).await,
             Notice::Node(change) => self.node_changed(change).await,
-            Notice::Source(key, content) => self.sources.take(key, content),
+            Notice::Source(key, content) => self.sources.take(&key, content),
             Notice::Told(node, pool, result) => self.answered(&node, &pool, result),
             Notice::PoolWritten(uid, status, result) => {
                 if let Some(pool) = self.pools.get_mut(&uid) {
@@ -174,6 +183,7 @@ impl Controller {
                     let _stopped = self.agents.send(Report::Forget(node)).await;
                 }
             }
+            Notice::AgentNamespace(why) => self.no_agents.answered(why),
             Notice::Confirmed(uid, gone) => {
                 if gone {
                     self.orphans.insert(uid, true);
@@ -193,6 +203,7 @@ impl Controller {
             return u64::MAX;
         }
         self.sources.want(self.pools.values());
+        self.look_for_agents(&index);
         let mut due = u64::MAX;
         for uid in self.pools.keys().cloned().collect::<Vec<_>>() {
             due = due.min(self.look_at_pool(&uid, &index));
@@ -205,7 +216,9 @@ impl Controller {
     async fn pool_changed(&mut self, change: Change<BranchPool>) {
         match change {
             Change::Seen(pool) => {
-                let Some(facts) = PoolFacts::read(*pool) else { return };
+                let Some(facts) = PoolFacts::read(*pool) else {
+                    return;
+                };
                 self.opaque.remove(&facts.id.uid);
                 let event = Event::Pool(Box::new(terms(&facts)));
                 match self.pools.get_mut(&facts.id.uid) {
@@ -242,7 +255,9 @@ impl Controller {
         if sure {
             self.orphans.insert(uid.clone(), true);
         }
-        let Some(gone) = self.pools.remove(uid) else { return };
+        let Some(gone) = self.pools.remove(uid) else {
+            return;
+        };
         // Another one may have the name already.
         if self.pools.values().all(|pool| pool.name() != gone.name()) {
             let event = Event::PoolDeleted(gone.name());

@@ -86,11 +86,18 @@ pub(crate) async fn check_schemas(client: Client, metrics: &Metrics) {
             Ok(Some(served)) => served,
             Ok(None) => {
                 older += 1;
-                warn!(crd = name, "the cluster does not have this custom resource: install the chart's CRDs");
+                warn!(
+                    crd = name,
+                    "the cluster does not have this custom resource: install the chart's CRDs"
+                );
                 continue;
             }
             Err(error) => {
-                warn!(crd = name, error = describe(&error), "the served schema could not be compared");
+                warn!(
+                    crd = name,
+                    error = describe(&error),
+                    "the served schema could not be compared"
+                );
                 continue;
             }
         };

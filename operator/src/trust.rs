@@ -1,4 +1,4 @@
-//! The operator's CA: kept in a Secret of its own namespace, told to agents in a ConfigMap of theirs,
+//! The operator's CA: kept in a Secret of its own namespace, told to agents in a `ConfigMap` of theirs,
 //! replaced step by step. What the steps are is decided in `branchpool_trust::plan`.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -26,9 +26,9 @@ use tracing::{info, warn};
 
 use crate::{cluster::describe, index::Index};
 
-/// Secret and ConfigMap.
+/// Secret and `ConfigMap`.
 const NAME: &str = "branchpool-ca";
-/// Entry of the ConfigMap.
+/// Entry of the `ConfigMap`.
 const BUNDLE: &str = "ca.crt";
 /// Audience of agents' tokens.
 const AUDIENCE: &str = "branchpool-operator";
@@ -37,11 +37,17 @@ const LOOK_AGAIN: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Snafu)]
 pub(crate) enum Error {
-    #[snafu(display(
-        "the CA in Secret {NAME} is unusable: {source}; restore the Secret, or delete it for a new CA, which agents then have to enrol with"
-    ), context(false))]
+    #[snafu(
+        display(
+            "the CA in Secret {NAME} is unusable: {source}; restore the Secret, or delete it for a new CA, which agents then have to enrol with"
+        ),
+        context(false)
+    )]
     Authority { source: authority::Error },
-    #[snafu(display("the CA cannot be read or kept: {}", describe(source)), context(false))]
+    #[snafu(
+        display("the CA cannot be read or kept: {}", describe(source)),
+        context(false)
+    )]
     Cluster {
         #[snafu(source(from(kube::Error, Box::new)))]
         source: Box<kube::Error>,
@@ -113,7 +119,8 @@ impl Keeper {
         };
         let found = entries(&secret);
         if self.current.borrow().save() != found {
-            self.current.send_replace(Arc::new(Authority::load(&found)?));
+            self.current
+                .send_replace(Arc::new(Authority::load(&found)?));
             info!("the CA is another one now");
         }
         Ok(Some(secret))
@@ -175,12 +182,15 @@ fn named() -> ObjectMeta {
 
 fn data(authority: &Authority) -> BTreeMap<String, ByteString> {
     let entries = authority.save().into_iter();
-    entries.map(|(name, value)| (name, ByteString(value))).collect()
+    entries
+        .map(|(name, value)| (name, ByteString(value)))
+        .collect()
 }
 
 fn entries(secret: &Secret) -> BTreeMap<String, Vec<u8>> {
     let data = secret.data.iter().flatten();
-    data.map(|(name, value)| (name.clone(), value.0.clone())).collect()
+    data.map(|(name, value)| (name.clone(), value.0.clone()))
+        .collect()
 }
 
 /// A new CA, or the one of a replica that was faster.

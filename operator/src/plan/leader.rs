@@ -50,12 +50,7 @@ pub enum Turn {
 }
 
 /// What to do with the record. `leading`: the epoch that this process leads in.
-pub fn turn(
-    me: &str,
-    leading: Option<u64>,
-    observed: Option<&Observation>,
-    now: Duration,
-) -> Turn {
+pub fn turn(me: &str, leading: Option<u64>, observed: Option<&Observation>, now: Duration) -> Turn {
     let Some(seen) = observed else {
         return Turn::Take { transitions: 1 };
     };
@@ -99,7 +94,10 @@ mod tests {
 
     #[test]
     fn the_first_takes_it_and_renews() {
-        assert_eq!(turn("a", None, None, secs(0)), Turn::Take { transitions: 1 });
+        assert_eq!(
+            turn("a", None, None, secs(0)),
+            Turn::Take { transitions: 1 }
+        );
         let mine = Observation::update(None, record("a", 1, "1"), secs(0));
         assert_eq!(
             turn("a", Some(1), Some(&mine), secs(2)),

@@ -144,20 +144,21 @@ mod tests {
     use super::*;
     use crate::plan::leases::sample;
 
+    fn report(node: &NodeStatus) -> Report<'_> {
+        Report {
+            node: Some(node),
+            pools: Vec::new(),
+            connected: true,
+            trouble: None,
+            cordoned: false,
+        }
+    }
+
     #[test]
     fn small_changes_of_space_are_not_written() {
         let mut node = sample::node("a");
         node.space.total = 1_000_000;
         node.space.free = 500_000;
-        fn report(node: &NodeStatus) -> Report<'_> {
-            Report {
-                node: Some(node),
-                pools: Vec::new(),
-                connected: true,
-                trouble: None,
-                cordoned: false,
-            }
-        }
         let first = status(&report(&node), None, 5_000).unwrap();
         assert_eq!(status(&report(&node), Some(&first), 9_000), None);
         let mut later = node.clone();
@@ -170,13 +171,7 @@ mod tests {
     #[test]
     fn an_agent_that_is_silent_is_unknown_and_keeps_its_numbers() {
         let node = sample::node("a");
-        let mut report = Report {
-            node: Some(&node),
-            pools: Vec::new(),
-            connected: true,
-            trouble: None,
-            cordoned: false,
-        };
+        let mut report = report(&node);
         let first = status(&report, None, 5_000).unwrap();
         report.connected = false;
         report.trouble = Some("connection refused");
@@ -184,10 +179,7 @@ mod tests {
         assert_eq!(silent.allocatable_branches, first.allocatable_branches);
         assert_eq!(silent.conditions[0].status, "Unknown");
         assert!(silent.conditions[0].message.contains("connection refused"));
-        assert_eq!(
-            silent.conditions[0].last_transition_time.0.as_second(),
-            9
-        );
+        assert_eq!(silent.conditions[0].last_transition_time.0.as_second(), 9);
         assert_eq!(status(&report, Some(&silent), 99_000), None);
     }
 }

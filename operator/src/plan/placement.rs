@@ -179,7 +179,11 @@ fn ideal_shares(demand: Demand, nodes: &[Candidate]) -> Vec<Share> {
 
 /// As even as the bounds allow; who comes first gets what does not divide.
 fn level(total: u32, bounds: &[(u32, u32)]) -> Vec<u32> {
-    let at = |level: u32| bounds.iter().map(move |(low, high)| level.clamp(*low, *high));
+    let at = |level: u32| {
+        bounds
+            .iter()
+            .map(move |(low, high)| level.clamp(*low, *high))
+    };
     let sum = |level: u32| at(level).map(u64::from).sum::<u64>();
     // Highest level that is not too much.
     let (mut low, mut high) = (0, total);

@@ -1,9 +1,6 @@
 //! What a pool's nodes are told, and what its status says of them.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
-};
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use branchpool_agent_api::{GoldenPhase, PoolStatus};
 use branchpool_crds::{BranchPoolStatus, SourcePhase, SourceStatus};
@@ -59,11 +56,7 @@ struct Totals {
 }
 
 /// The status to write, if it differs from the one there is.
-pub fn status(
-    view: &View<'_>,
-    before: &BranchPoolStatus,
-    now: Millis,
-) -> Option<BranchPoolStatus> {
+pub fn status(view: &View<'_>, before: &BranchPoolStatus, now: Millis) -> Option<BranchPoolStatus> {
     let totals = totals(view);
     let observed = observed_generation(view, before);
     let mut conditions = conditions(view, &totals);
@@ -164,7 +157,12 @@ fn conditions(view: &View<'_>, totals: &Totals) -> Vec<Condition> {
     let nowhere = nowhere(view);
     let ready = match (&nowhere, is_proven(view)) {
         (Some((reason, message)), _) => condition("Ready", false, reason, message),
-        (None, true) => condition("Ready", true, "Serving", "branches of the pool are handed out"),
+        (None, true) => condition(
+            "Ready",
+            true,
+            "Serving",
+            "branches of the pool are handed out",
+        ),
         (None, false) if source.status == "False" => {
             condition("Ready", false, &source.reason, &source.message)
         }
@@ -175,7 +173,12 @@ fn conditions(view: &View<'_>, totals: &Totals) -> Vec<Condition> {
         }
     };
     let available = if totals.at_hand > 0 {
-        condition("Available", true, "BranchReady", "a lease now is answered at once")
+        condition(
+            "Available",
+            true,
+            "BranchReady",
+            "a lease now is answered at once",
+        )
     } else {
         let why = nowhere
             .map(|(_, message)| message)
@@ -183,7 +186,13 @@ fn conditions(view: &View<'_>, totals: &Totals) -> Vec<Condition> {
             .unwrap_or_else(|| "no branch is ready".to_owned());
         condition("Available", false, "NoBranchReady", why)
     };
-    vec![ready, source, available, progressing(view, totals), degraded(view, totals)]
+    vec![
+        ready,
+        source,
+        available,
+        progressing(view, totals),
+        degraded(view, totals),
+    ]
 }
 
 /// Some branch of the pool was ready once and nothing speaks against another, or none is wanted.
@@ -210,7 +219,10 @@ fn agents_say(view: &View<'_>, kind: &str, status: &str) -> Option<String> {
             .iter()
             .find(|condition| condition.kind == kind && condition.status == status);
         if let Some(told) = told {
-            nodes_by_message.entry(&told.message).or_default().push(&part.node);
+            nodes_by_message
+                .entry(&told.message)
+                .or_default()
+                .push(&part.node);
         }
     }
     by_node(&nodes_by_message)
@@ -233,11 +245,21 @@ fn nowhere(view: &View<'_>) -> Option<(&'static str, String)> {
         return None;
     }
     if let Some((reason, message)) = view.fleet_trouble {
-        let reason = if reason == "PodSecurity" { "PodSecurity" } else { "NoAgents" };
+        let reason = if reason == "PodSecurity" {
+            "PodSecurity"
+        } else {
+            "NoAgents"
+        };
         return Some((reason, message.to_owned()));
     }
-    let silent = view.parts.iter().any(|part| part.standing == Standing::Silent);
-    let resting = view.parts.iter().any(|part| part.standing == Standing::Resting);
+    let silent = view
+        .parts
+        .iter()
+        .any(|part| part.standing == Standing::Silent);
+    let resting = view
+        .parts
+        .iter()
+        .any(|part| part.standing == Standing::Resting);
     Some(if view.parts.is_empty() {
         (
             "NoAgents",
@@ -271,11 +293,18 @@ fn source_ready(view: &View<'_>) -> Condition {
     if let Some(why) = agents_say(view, "SourceReady", "False") {
         let failed = view.parts.iter().filter_map(|part| part.pool);
         let failed = failed.filter(|pool| pool.golden.phase == GoldenPhase::Failed);
-        let reason = if failed.count() > 0 { "BuildFailed" } else { "Building" };
+        let reason = if failed.count() > 0 {
+            "BuildFailed"
+        } else {
+            "Building"
+        };
         return condition("SourceReady", false, reason, why);
     }
     let sealed = view.parts.iter().filter_map(|part| part.pool);
-    if sealed.map(|pool| pool.golden.generation).any(|generation| generation > 0) {
+    if sealed
+        .map(|pool| pool.golden.generation)
+        .any(|generation| generation > 0)
+    {
         condition("SourceReady", true, "Sealed", "the golden image is sealed")
     } else {
         condition(
@@ -291,7 +320,10 @@ fn refusals(view: &View<'_>) -> Option<String> {
     let mut nodes_by_message: BTreeMap<&str, Vec<&NodeName>> = BTreeMap::new();
     for part in view.parts {
         if let Some(refusal) = part.refusal {
-            nodes_by_message.entry(refusal).or_default().push(&part.node);
+            nodes_by_message
+                .entry(refusal)
+                .or_default()
+                .push(&part.node);
         }
     }
     by_node(&nodes_by_message)
@@ -304,7 +336,12 @@ fn progressing(view: &View<'_>, totals: &Totals) -> Condition {
         .filter_map(|part| part.pool)
         .any(|pool| pool.golden.phase == GoldenPhase::Building);
     if building {
-        condition("Progressing", true, "Building", "a golden image is being built")
+        condition(
+            "Progressing",
+            true,
+            "Building",
+            "a golden image is being built",
+        )
     } else if totals.warming > 0 {
         condition("Progressing", true, "Warming", "branches are being made")
     } else {
@@ -322,7 +359,10 @@ fn degraded(view: &View<'_>, totals: &Totals) -> Condition {
     if let Some(why) = refusals(view) {
         return condition("Degraded", true, "Refused", why);
     }
-    let silent = view.parts.iter().filter(|part| part.standing == Standing::Silent);
+    let silent = view
+        .parts
+        .iter()
+        .filter(|part| part.standing == Standing::Silent);
     let silent: Vec<&str> = silent.map(|part| part.node.as_str()).collect();
     if !silent.is_empty() {
         let message = format!(
@@ -334,7 +374,15 @@ fn degraded(view: &View<'_>, totals: &Totals) -> Condition {
     if let Some(why) = agents_say(view, "Degraded", "True") {
         return condition("Degraded", true, "NodesReport", why);
     }
-    if totals.desired < view.demand.replicas {
+    let told = view
+        .parts
+        .iter()
+        .filter(|part| part.reachable())
+        .all(|part| {
+            let generation = part.pool.map(|pool| pool.observed_generation);
+            generation.is_some_and(|at| i64::try_from(at) == Ok(view.generation))
+        });
+    if told && totals.desired < view.demand.replicas {
         let message = format!(
             "the nodes have room for {} of {} replicas: add nodes, raise the agents' --max-branches, or lower replicas",
             totals.desired, view.demand.replicas

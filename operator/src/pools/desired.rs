@@ -66,7 +66,13 @@ impl Controller {
             }
         }
         let trouble = spec.err();
-        due.min(self.write_pool(uid, index, &standings_by_node(&standings), trouble, now))
+        due.min(self.write_pool(
+            uid,
+            index,
+            &standings_by_node(&standings),
+            trouble.as_ref(),
+            now,
+        ))
     }
 
     /// What each node is to the pool.
@@ -78,7 +84,13 @@ impl Controller {
     ) -> Vec<(NodeName, Standing, &'a Agent)> {
         let agents = index.agents.iter();
         agents
-            .map(|(name, agent)| (name.clone(), self.standing(pool, name, agent, now), &**agent))
+            .map(|(name, agent)| {
+                (
+                    name.clone(),
+                    self.standing(pool, name, agent, now),
+                    &**agent,
+                )
+            })
             .collect()
     }
 
@@ -166,7 +178,11 @@ impl Controller {
             }
             let same = sent.digest == digest && sent.instance == instance;
             if same && now < sent.retry_at {
-                return if sent.retry_at == u64::MAX { u64::MAX } else { sent.retry_at };
+                return if sent.retry_at == u64::MAX {
+                    u64::MAX
+                } else {
+                    sent.retry_at
+                };
             }
         }
         let refused = self.sent.get(&key).and_then(|sent| sent.refused.clone());
@@ -192,7 +208,7 @@ impl Controller {
             };
             metrics.agent_call("pool", result.is_ok());
             hook::reached("pool-told");
-            let notice = Notice::Told(node, uid, result.map_err(refusal));
+            let notice = Notice::Told(node, uid, result.map_err(|error| refusal(&error)));
             let _stopped = notices.send(notice).await;
         });
         u64::MAX
@@ -208,9 +224,9 @@ impl Controller {
                 info!(node = %node, pool = %uid, "the node was told its share");
                 sent.refused = None;
             }
-            Err(CallError::Refused {
-                reason, ..
-            }) if reason == reason::POOL_NOT_FOUND => sent.refused = None,
+            Err(CallError::Refused { reason, .. }) if reason == reason::POOL_NOT_FOUND => {
+                sent.refused = None;
+            }
             Err(CallError::Refused {
                 reason: why, epoch, ..
             }) if why == reason::STALE_EPOCH => {
@@ -241,9 +257,9 @@ impl Controller {
         let mut alone: BTreeSet<Uid> = BTreeSet::new();
         for agent in index.agents.values() {
             let uids = agent.pools.keys().map(|uid| Uid::from(uid.as_str()));
-            alone.extend(uids.filter(|uid| {
-                !self.pools.contains_key(uid) && !self.opaque.contains(uid)
-            }));
+            alone.extend(
+                uids.filter(|uid| !self.pools.contains_key(uid) && !self.opaque.contains(uid)),
+            );
         }
         self.orphans.retain(|uid, _| alone.contains(uid));
         for uid in alone {
@@ -270,7 +286,9 @@ impl Controller {
     /// By a live read: a list may be older than what an agent says.
     fn confirm_gone(&self, uid: Uid, index: &Index) {
         let mut pools = index.agents.values().flat_map(|agent| agent.pools.values());
-        let Some(name) = pools.find(|pool| pool.uid == uid.as_str()).map(|pool| pool.name.clone())
+        let Some(name) = pools
+            .find(|pool| pool.uid == uid.as_str())
+            .map(|pool| pool.name.clone())
         else {
             return;
         };
@@ -301,7 +319,9 @@ impl Controller {
 }
 
 fn standings_by_node(standings: &[(NodeName, Standing, &Agent)]) -> Vec<(NodeName, Standing)> {
-    let pairs = standings.iter().map(|(node, standing, _)| (node.clone(), *standing));
+    let pairs = standings
+        .iter()
+        .map(|(node, standing, _)| (node.clone(), *standing));
     pairs.collect()
 }
 

@@ -162,7 +162,10 @@ impl Controller {
         let (cluster, notices, node) = (self.cluster.clone(), self.notices.clone(), node.clone());
         tokio::spawn(async move {
             let api: Api<BranchNode> = Api::all(cluster.client());
-            let written = match cluster.delete("node_delete", &api, node.as_str(), None).await {
+            let written = match cluster
+                .delete("node_delete", &api, node.as_str(), None)
+                .await
+            {
                 Ok(()) => Written::Deleted,
                 Err(kube::Error::Api(status)) if status.code == 404 => Written::Deleted,
                 Err(error) => Written::Failed(describe(&error)),
@@ -204,5 +207,8 @@ async fn read_or_make(
     }
     let object = BranchNode::new(node.as_str(), BranchNodeSpec {});
     let made = cluster.create("node_create", api, &object).await?;
-    Ok((made.metadata.uid.unwrap_or_default(), BranchNodeStatus::default()))
+    Ok((
+        made.metadata.uid.unwrap_or_default(),
+        BranchNodeStatus::default(),
+    ))
 }

@@ -1,4 +1,4 @@
-//! The ConfigMaps that pools name: one watch each, while a pool names it.
+//! The `ConfigMap`s that pools name: one watch each, while a pool names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,8 +58,8 @@ impl Sources {
         }
     }
 
-    pub(super) fn take(&mut self, key: Key, content: Content) {
-        if let Some(followed) = self.followed.get_mut(&key) {
+    pub(super) fn take(&mut self, key: &Key, content: Content) {
+        if let Some(followed) = self.followed.get_mut(key) {
             followed.content = Some(content);
         }
     }
@@ -70,10 +70,12 @@ impl Sources {
         self.followed.retain(|key, _| wanted.contains(key));
         for key in wanted {
             let (client, notices) = (self.client.clone(), self.notices.clone());
-            self.followed.entry(key.clone()).or_insert_with(|| Followed {
-                content: None,
-                task: tokio::spawn(follow(client, key, notices)),
-            });
+            self.followed
+                .entry(key.clone())
+                .or_insert_with(|| Followed {
+                    content: None,
+                    task: tokio::spawn(follow(client, key, notices)),
+                });
         }
     }
 

@@ -27,14 +27,14 @@ impl Controller {
         uid: &Uid,
         index: &Index,
         standings: &[(NodeName, Standing)],
-        trouble: Option<Trouble>,
+        trouble: Option<&Trouble>,
         now: Millis,
     ) -> Millis {
         let Some(pool) = self.pools.get(uid) else {
             return u64::MAX;
         };
         // What the first look sees of agents that are about to be heard is not worth telling.
-        if pool.writing || !self.settled || trouble == Some(Trouble::Unknown) {
+        if pool.writing || !self.settled || trouble == Some(&Trouble::Unknown) {
             return u64::MAX;
         }
         if now < pool.write_not_before {
@@ -56,11 +56,11 @@ impl Controller {
             uid: uid.as_str(),
             generation: pool.generation,
             demand: pool.demand(),
-            source_trouble: match &trouble {
+            source_trouble: match trouble {
                 Some(Trouble::Reason(reason, message)) => Some((reason, message)),
                 _ => None,
             },
-            fleet_trouble: None,
+            fleet_trouble: self.no_agents.why(),
             parts: &parts,
         };
         let Some(new) = status(&view, &pool.status, now) else {
@@ -90,7 +90,9 @@ impl Controller {
     fn tell_people(&self, pool: &PoolFacts, new: &branchpool_crds::BranchPoolStatus) {
         let find = |status: &branchpool_crds::BranchPoolStatus| {
             let mut conditions = status.conditions.iter();
-            conditions.find(|condition| condition.type_ == "Degraded").cloned()
+            conditions
+                .find(|condition| condition.type_ == "Degraded")
+                .cloned()
         };
         let (before, now) = (find(&pool.status), find(new));
         let Some(now) = now.filter(|now| now.status == "True") else {
@@ -99,7 +101,13 @@ impl Controller {
         if before.is_some_and(|before| before.status == "True" && before.reason == now.reason) {
             return;
         }
-        info!(pool = pool.id.name, namespace = pool.id.namespace, reason = now.reason, "{}", now.message);
+        info!(
+            pool = pool.id.name,
+            namespace = pool.id.namespace,
+            reason = now.reason,
+            "{}",
+            now.message
+        );
         self.record
             .pool(&pool.id, EventType::Warning, &now.reason, &now.message);
     }

@@ -15,12 +15,17 @@ async fn a_lease_is_bound_with_two_writes_and_ends_with_one() {
     let stage = Stage::start(1).await;
     stage.create_pool("app", &json!({"replicas": 2})).await;
     stage.wait_filled("app", 2).await;
-    stage.create_lease("test", &json!({"holder": "a test"})).await;
+    stage
+        .create_lease("test", &json!({"holder": "a test"}))
+        .await;
     let lease = stage.wait_bound("test").await;
     let status = lease.status.unwrap();
     assert_eq!(status.node.as_deref(), Some("node-1"));
     let secret = stage.secrets().get("test").await.unwrap();
-    assert_eq!(secret.type_.as_deref(), Some("servicebinding.io/postgresql"));
+    assert_eq!(
+        secret.type_.as_deref(),
+        Some("servicebinding.io/postgresql")
+    );
     assert_eq!(secret.immutable, Some(true));
     assert_eq!(secret.metadata.owner_references, None);
     let data = secret.data.unwrap();
@@ -33,13 +38,24 @@ async fn a_lease_is_bound_with_two_writes_and_ends_with_one() {
     assert!(text("DATABASE_URL").contains(&text("password")));
     let writes = || {
         let audit = stage.api.audit().into_iter();
-        let own = audit.filter(|entry| entry.is_write() && entry.namespace == "shop" && entry.name == "test" || entry.resource == "secrets");
-        own.map(|entry| format!("{} {}", entry.verb, entry.resource)).collect::<Vec<_>>()
+        let own = audit.filter(|entry| {
+            entry.is_write() && entry.namespace == "shop" && entry.name == "test"
+                || entry.resource == "secrets"
+        });
+        own.map(|entry| format!("{} {}", entry.verb, entry.resource))
+            .collect::<Vec<_>>()
     };
     assert_eq!(writes(), ["create secrets", "patch branchleases/status"]);
     stage.delete_lease("test").await;
     stage.wait_nothing_left().await;
-    assert_eq!(writes(), ["create secrets", "patch branchleases/status", "delete secrets"]);
+    assert_eq!(
+        writes(),
+        [
+            "create secrets",
+            "patch branchleases/status",
+            "delete secrets"
+        ]
+    );
     stage.wait_filled("app", 2).await;
 }
 
@@ -61,21 +77,34 @@ async fn a_hundred_leases_over_forty_branches() {
         });
         creating.spawn(async move {
             let lease = serde_json::from_value(lease).unwrap();
-            leases.create(&kube::api::PostParams::default(), &lease).await.unwrap()
+            leases
+                .create(&kube::api::PostParams::default(), &lease)
+                .await
+                .unwrap()
         });
     }
     creating.join_all().await;
     let bound = async || {
         let leases = stage.all_leases().await;
-        let bound = leases.iter().filter(|lease| phase(lease) == LeasePhase::Bound);
-        bound.map(ResourceExt::name_any).collect::<BTreeSet<String>>()
+        let bound = leases
+            .iter()
+            .filter(|lease| phase(lease) == LeasePhase::Bound);
+        bound
+            .map(ResourceExt::name_any)
+            .collect::<BTreeSet<String>>()
     };
-    let mut held = eventually("forty are bound, the others told that they wait", async || {
-        let leases = stage.all_leases().await;
-        let told = leases.iter().filter(|lease| reason(lease) == "Queued").count();
-        let held = bound().await;
-        (held.len() == 40 && told == 60).then_some(held)
-    })
+    let mut held = eventually(
+        "forty are bound, the others told that they wait",
+        async || {
+            let leases = stage.all_leases().await;
+            let told = leases
+                .iter()
+                .filter(|lease| reason(lease) == "Queued")
+                .count();
+            let held = bound().await;
+            (held.len() == 40 && told == 60).then_some(held)
+        },
+    )
     .await;
     // Who is to come, in order.
     let mut waiting = BTreeMap::new();
@@ -86,7 +115,11 @@ async fn a_hundred_leases_over_forty_branches() {
             waiting.insert(rank, lease.name_any());
         }
     }
-    let (first, _) = waiting.iter().next().map(|(rank, name)| (rank.clone(), name.clone())).unwrap();
+    let (first, _) = waiting
+        .iter()
+        .next()
+        .map(|(rank, name)| (rank.clone(), name.clone()))
+        .unwrap();
     let skipped = waiting.remove(&first).unwrap();
     stage.delete_lease(&skipped).await;
     let mut expected = waiting.into_values();
@@ -131,9 +164,13 @@ async fn a_hundred_leases_over_forty_branches() {
     stage.wait_nothing_left().await;
     stage.wait_filled("app", 40).await;
     let audit = stage.api.audit();
-    let created = audit.iter().filter(|entry| entry.resource == "secrets" && entry.verb == "create");
+    let created = audit
+        .iter()
+        .filter(|entry| entry.resource == "secrets" && entry.verb == "create");
     assert_eq!(created.count(), 99);
-    let deleted = audit.iter().filter(|entry| entry.resource == "secrets" && entry.verb == "delete");
+    let deleted = audit
+        .iter()
+        .filter(|entry| entry.resource == "secrets" && entry.verb == "delete");
     assert_eq!(deleted.count(), 99);
 }
 

@@ -21,12 +21,18 @@ async fn a_pool_becomes_ready_on_two_nodes_and_then_nothing_is_written() {
     assert!(is(&status.conditions, "SourceReady", "True"));
     for agent in &stage.agents {
         let pools = agent.client.pools().await.unwrap();
-        assert_eq!((pools[0].desired, pools[0].max_branches), (3, 5), "{}", agent.name);
+        assert_eq!(
+            (pools[0].desired, pools[0].max_branches),
+            (3, 5),
+            "{}",
+            agent.name
+        );
     }
     let nodes: kube::Api<branchpool_crds::BranchNode> = kube::Api::all(stage.api.client.clone());
     let node = eventually("the node is told", async || {
         let node = nodes.get_opt("node-1").await.unwrap()?;
-        node.status.filter(|status| status.pools.first().is_some_and(|pool| pool.ready == 3))
+        node.status
+            .filter(|status| status.pools.first().is_some_and(|pool| pool.ready == 3))
     })
     .await;
     assert!(is(&node.conditions, "Ready", "True"));
@@ -87,7 +93,10 @@ async fn cordoned_nodes_give_up_their_share_and_labels_choose() {
         let patch = json!({"spec": {"unschedulable": cordoned}});
         let nodes = stage.nodes();
         let patch = Patch::Merge(&patch);
-        nodes.patch("node-2", &PatchParams::default(), &patch).await.unwrap();
+        nodes
+            .patch("node-2", &PatchParams::default(), &patch)
+            .await
+            .unwrap();
     };
     cordon(true).await;
     eventually("the other node holds all", async || {
@@ -99,4 +108,34 @@ async fn cordoned_nodes_give_up_their_share_and_labels_choose() {
         (desired(0).await == (2, 2) && desired(1).await == (2, 2)).then_some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_namespace_that_refuses_agents_is_named() {
+    let stage = Stage::start(0).await;
+    let namespaces: kube::Api<k8s_openapi::api::core::v1::Namespace> =
+        kube::Api::all(stage.api.client.clone());
+    let labels =
+        json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
+    namespaces
+        .patch(
+            "branchpool-agents",
+            &PatchParams::default(),
+            &Patch::Merge(&labels),
+        )
+        .await
+        .unwrap();
+    stage.create_pool("app", &json!({"replicas": 1})).await;
+    let pool = stage
+        .wait_pool("app", |pool| {
+            let status = pool.status.as_ref();
+            status.is_some_and(|status| {
+                let mut conditions = status.conditions.iter();
+                conditions.any(|it| it.type_ == "Degraded" && it.reason == "PodSecurity")
+            })
+        })
+        .await;
+    let conditions = pool.status.unwrap().conditions;
+    let message = &condition(&conditions, "Ready").message;
+    assert!(message.contains("kubectl label namespace"), "{message}");
 }

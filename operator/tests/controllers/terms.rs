@@ -22,10 +22,18 @@ async fn terms_renewals_resets_and_ends() {
         .await;
     stage.wait_filled("app", 3).await;
     stage.create_lease("short", &json!({"ttl": "2s"})).await;
-    let expired = stage.wait_lease("short", |lease| phase(lease) == LeasePhase::Expired).await;
+    let expired = stage
+        .wait_lease("short", |lease| phase(lease) == LeasePhase::Expired)
+        .await;
     assert_eq!(expired.status.unwrap().binding, None);
     eventually("the finished lease is collected", async || {
-        stage.leases().get_opt("short").await.unwrap().is_none().then_some(())
+        stage
+            .leases()
+            .get_opt("short")
+            .await
+            .unwrap()
+            .is_none()
+            .then_some(())
     })
     .await;
     stage.wait_nothing_left().await;
@@ -33,7 +41,12 @@ async fn terms_renewals_resets_and_ends() {
     stage.create_lease("long", &json!({"ttl": "30s"})).await;
     let first = stage.wait_bound("long").await.status.unwrap();
     let later = Timestamp::now() + jiff::SignedDuration::from_hours(9);
-    stage.change_lease("long", &json!({"renewTime": later.to_string(), "ttl": "100s"})).await;
+    stage
+        .change_lease(
+            "long",
+            &json!({"renewTime": later.to_string(), "ttl": "100s"}),
+        )
+        .await;
     let renewed = stage
         .wait_lease("long", |lease| {
             let status = lease.status.as_ref().unwrap();
@@ -42,20 +55,32 @@ async fn terms_renewals_resets_and_ends() {
         .await;
     let renewed = renewed.status.unwrap();
     let ends = renewed.expiration_time.clone().unwrap().0;
-    assert!(ends < Timestamp::now() + jiff::SignedDuration::from_secs(101), "a future time is now");
+    assert!(
+        ends < Timestamp::now() + jiff::SignedDuration::from_secs(101),
+        "a future time is now"
+    );
     stage.change_lease("long", &json!({"ttl": "121s"})).await;
     let refused = stage
         .wait_lease("long", |lease| {
             let conditions = &lease.status.as_ref().unwrap().conditions;
-            conditions.iter().any(|condition| condition.type_ == "Renewed")
+            conditions
+                .iter()
+                .any(|condition| condition.type_ == "Renewed")
         })
         .await;
     assert_eq!(phase(&refused), LeasePhase::Bound);
     let status = refused.status.unwrap();
     let why = condition(&status.conditions, "Renewed");
-    assert_eq!((&*why.status, &*why.reason), ("False", "TTLTooLong"), "{}", why.message);
+    assert_eq!(
+        (&*why.status, &*why.reason),
+        ("False", "TTLTooLong"),
+        "{}",
+        why.message
+    );
 
-    stage.change_lease("long", &json!({"resetToken": "again", "ttl": "100s"})).await;
+    stage
+        .change_lease("long", &json!({"resetToken": "again", "ttl": "100s"}))
+        .await;
     let reset = stage
         .wait_lease("long", |lease| {
             let status = lease.status.as_ref().unwrap();
@@ -68,11 +93,20 @@ async fn terms_renewals_resets_and_ends() {
     stage.delete_lease("long").await;
 
     stage.create_lease("greedy", &json!({"ttl": "121s"})).await;
-    let failed = stage.wait_lease("greedy", |lease| phase(lease) == LeasePhase::Failed).await;
+    let failed = stage
+        .wait_lease("greedy", |lease| phase(lease) == LeasePhase::Failed)
+        .await;
     assert_eq!(reason(&failed), "TTLTooLong");
-    stage.create_lease("lonely", &json!({"poolRef": {"name": "none"}})).await;
-    let waiting = stage.wait_lease("lonely", |lease| !reason(lease).is_empty()).await;
-    assert_eq!((phase(&waiting), &*reason(&waiting)), (LeasePhase::Pending, "PoolNotFound"));
+    stage
+        .create_lease("lonely", &json!({"poolRef": {"name": "none"}}))
+        .await;
+    let waiting = stage
+        .wait_lease("lonely", |lease| !reason(lease).is_empty())
+        .await;
+    assert_eq!(
+        (phase(&waiting), &*reason(&waiting)),
+        (LeasePhase::Pending, "PoolNotFound")
+    );
 }
 
 #[tokio::test]
@@ -86,7 +120,9 @@ async fn a_secret_that_is_not_a_leases_is_never_touched() {
     });
     create(&stage.api.client, &own).await;
     stage.create_lease("test", &json!({})).await;
-    let failed = stage.wait_lease("test", |lease| phase(lease) == LeasePhase::Failed).await;
+    let failed = stage
+        .wait_lease("test", |lease| phase(lease) == LeasePhase::Failed)
+        .await;
     assert_eq!(reason(&failed), "SecretNameConflict");
     let data = stage.secrets().get("test").await.unwrap().data.unwrap();
     assert_eq!(data["key"].0, b"value");
@@ -100,8 +136,18 @@ async fn a_secret_that_is_not_a_leases_is_never_touched() {
     stage.wait_filled("app", 1).await;
     stage.create_lease("second", &json!({})).await;
     let bound = stage.wait_bound("second").await;
-    let labels = stage.secrets().get("second").await.unwrap().metadata.labels.unwrap();
-    assert_eq!(labels.get("branchpool.dev/lease-uid"), bound.metadata.uid.as_ref());
+    let labels = stage
+        .secrets()
+        .get("second")
+        .await
+        .unwrap()
+        .metadata
+        .labels
+        .unwrap();
+    assert_eq!(
+        labels.get("branchpool.dev/lease-uid"),
+        bound.metadata.uid.as_ref()
+    );
 }
 
 #[tokio::test]
@@ -114,13 +160,22 @@ async fn an_object_that_cannot_be_decoded_stops_nothing_else() {
     let path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/priority/enum";
     let patch = json!([{"op": "remove", "path": path}]);
     let patch = Patch::Json::<()>(serde_json::from_value(patch).unwrap());
-    crds.patch("branchleases.branchpool.dev", &PatchParams::default(), &patch).await.unwrap();
+    crds.patch(
+        "branchleases.branchpool.dev",
+        &PatchParams::default(),
+        &patch,
+    )
+    .await
+    .unwrap();
     let newer = json!({
         "apiVersion": "branchpool.dev/v1alpha1", "kind": "BranchLease",
         "metadata": {"name": "newer", "namespace": "shop"},
         "spec": {"poolRef": {"name": "app"}, "priority": "Urgent"},
     });
-    eventually("the API server takes it", async || try_create(&stage.api.client, &newer).await.ok()).await;
+    eventually("the API server takes it", async || {
+        try_create(&stage.api.client, &newer).await.ok()
+    })
+    .await;
     stage.create_lease("test", &json!({})).await;
     stage.wait_bound("test").await;
     let log = stage.operators[0].log();
@@ -135,15 +190,32 @@ async fn what_is_wrong_is_refused_with_a_sentence_that_helps() {
             "apiVersion": "branchpool.dev/v1alpha1", "kind": kind,
             "metadata": {"name": "bad", "namespace": "shop"}, "spec": spec,
         });
-        try_create(&stage.api.client, &object).await.unwrap_err().to_string()
+        try_create(&stage.api.client, &object)
+            .await
+            .unwrap_err()
+            .to_string()
     };
     let source = json!({"sql": {}});
-    let too_many = json!({"source": source, "postgres": {"version": 15}, "replicas": 5, "maxBranches": 4});
-    assert!(refusal("BranchPool", too_many).await.contains("lower replicas or raise maxBranches"));
-    let two = json!({"source": {"sql": {}, "subvolume": {"name": "a"}}, "postgres": {"version": 15}});
-    assert!(refusal("BranchPool", two).await.contains("name exactly one source"));
+    let too_many =
+        json!({"source": source, "postgres": {"version": 15}, "replicas": 5, "maxBranches": 4});
+    assert!(
+        refusal("BranchPool", too_many)
+            .await
+            .contains("lower replicas or raise maxBranches")
+    );
+    let two =
+        json!({"source": {"sql": {}, "subvolume": {"name": "a"}}, "postgres": {"version": 15}});
+    assert!(
+        refusal("BranchPool", two)
+            .await
+            .contains("name exactly one source")
+    );
     let ttl = json!({"poolRef": {"name": "app"}, "ttl": "soon"});
-    assert!(refusal("BranchLease", ttl).await.contains("write a duration"));
+    assert!(
+        refusal("BranchLease", ttl)
+            .await
+            .contains("write a duration")
+    );
     // What only a node can tell.
     stage.create_pool("app", &json!({"source": {"sql": {"scripts": [{"name": "typo", "sql": "CREATE TABEL t ();"}]}}})).await;
     let pool = stage
@@ -157,5 +229,8 @@ async fn what_is_wrong_is_refused_with_a_sentence_that_helps() {
         .await;
     let conditions = pool.status.unwrap().conditions;
     let message = &condition(&conditions, "SourceReady").message;
-    assert!(message.contains("typo") && message.contains("TABEL"), "{message}");
+    assert!(
+        message.contains("typo") && message.contains("TABEL"),
+        "{message}"
+    );
 }

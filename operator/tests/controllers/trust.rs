@@ -13,7 +13,10 @@ async fn agents_enrol_and_leases_are_had_in_one_request() {
         .await;
     stage.wait_filled("app", 4).await;
     let lease = async |token: &str, name: &str| {
-        let url = format!("https://localhost:{}/v1/namespaces/shop/pools/app/leases", stage.port);
+        let url = format!(
+            "https://localhost:{}/v1/namespaces/shop/pools/app/leases",
+            stage.port
+        );
         let body = json!({"name": name, "ttl": "60s"}).to_string();
         // A client as users have it, with the CA that the operator tells.
         let output = std::process::Command::new("curl")
@@ -25,14 +28,23 @@ async fn agents_enrol_and_leases_are_had_in_one_request() {
             .unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         let (body, code) = text.rsplit_once('\n').unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let body: Value = serde_json::from_str(body).unwrap();
         (code.parse::<u16>().unwrap(), body)
     };
     let user = stage.token("shop", "user", &json!({})).await;
     let (code, granted) = lease(&user, "test").await;
     assert_eq!(code, 201, "{granted}");
-    assert!(granted["uri"].as_str().unwrap().contains(granted["password"].as_str().unwrap()));
+    assert!(
+        granted["uri"]
+            .as_str()
+            .unwrap()
+            .contains(granted["password"].as_str().unwrap())
+    );
     let bound = stage.wait_bound("test").await;
     assert_eq!(granted["uid"].as_str(), bound.metadata.uid.as_deref());
     assert_eq!(bound.status.unwrap().binding, None);
@@ -45,7 +57,11 @@ async fn agents_enrol_and_leases_are_had_in_one_request() {
     let (code, _) = lease("nonsense", "other").await;
     assert_eq!(code, 401);
     stage.create_lease("by-hand", &json!({})).await;
-    stage.wait_lease("by-hand", |lease| phase(lease) == branchpool_crds::LeasePhase::Bound).await;
+    stage
+        .wait_lease("by-hand", |lease| {
+            phase(lease) == branchpool_crds::LeasePhase::Bound
+        })
+        .await;
     let (code, taken) = lease(&user, "by-hand").await;
     assert_eq!((code, taken["reason"].as_str()), (409, Some("NameTaken")));
     for name in ["test", "by-hand"] {

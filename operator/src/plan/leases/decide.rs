@@ -26,7 +26,9 @@ const DEFAULT_RETENTION: Millis = 3_600 * SECOND;
 pub(super) enum Next {
     Do(Operation),
     /// Wait in the pool's queue, at most until then.
-    Queue { until: Millis },
+    Queue {
+        until: Millis,
+    },
     /// Nothing before this time, unless something happens.
     At(Millis),
     Idle,
@@ -302,9 +304,10 @@ impl Entry {
     }
 
     fn clean_up(&self, context: &Context<'_>) -> Next {
-        let bound = self.records.iter().find(|(node, record)| {
-            record.phase == Phase::Bound && context.fleet.is_synced(node)
-        });
+        let bound = self
+            .records
+            .iter()
+            .find(|(node, record)| record.phase == Phase::Bound && context.fleet.is_synced(node));
         if let Some((node, _)) = bound {
             return Next::Do(self.call(node, Call::Release));
         }

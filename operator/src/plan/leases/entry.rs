@@ -37,7 +37,10 @@ pub(super) enum Presence {
     /// Not in a complete list any more; to be confirmed.
     Missing(ObjectRef),
     /// Gone for sure. `secret`: one may be there under its name.
-    Gone { id: ObjectRef, secret: bool },
+    Gone {
+        id: ObjectRef,
+        secret: bool,
+    },
 }
 
 /// Where its branch is, or is to come from.

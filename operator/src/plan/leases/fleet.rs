@@ -202,7 +202,10 @@ impl Fleet {
 
     /// When a node that was passed over may be asked again.
     pub(super) fn next_try(&self, pool: &PoolName, now: Millis) -> Option<Millis> {
-        let stocks = self.agents.values().filter_map(|agent| agent.pools.get(pool));
+        let stocks = self
+            .agents
+            .values()
+            .filter_map(|agent| agent.pools.get(pool));
         let later = stocks.map(|stock| stock.not_before).filter(|at| *at > now);
         later.min()
     }

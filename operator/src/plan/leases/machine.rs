@@ -16,11 +16,6 @@ use super::{
 };
 use crate::plan::{Millis, NodeName, SECOND, Uid};
 
-/// A lease that waits hears of its place no more often.
-const POSITION_EVERY: Millis = 10 * SECOND;
-/// Places written at a time, once a second.
-const POSITIONS_AT_ONCE: usize = 10;
-
 /// Namespace and name.
 type Key = (String, String);
 
@@ -34,11 +29,11 @@ pub struct Machine {
     names: HashMap<Key, Uid>,
     /// Names whose Secret is being deleted.
     pub(super) deleting: HashSet<Key>,
-    wakeups: BTreeSet<(Millis, Uid)>,
-    pool_wakeups: BTreeSet<(Millis, PoolName)>,
-    positions_at: Millis,
+    pub(super) wakeups: BTreeSet<(Millis, Uid)>,
+    pub(super) pool_wakeups: BTreeSet<(Millis, PoolName)>,
+    pub(super) positions_at: Millis,
     listed: bool,
-    settled: bool,
+    pub(super) settled: bool,
     /// To be looked at before the event is done with.
     pub(super) touched: BTreeSet<Uid>,
     pub(super) actions: Vec<Action>,
@@ -173,7 +168,10 @@ impl Machine {
             .live()
             .is_none_or(|object| object.wants_secret && !object.status.phase.is_finished());
         let secret = wanted && (entry.secret_may_exist() || entry.place != Place::Nowhere);
-        entry.presence = Presence::Gone { id: id.clone(), secret };
+        entry.presence = Presence::Gone {
+            id: id.clone(),
+            secret,
+        };
         // Whoever waits on an error need wait no longer.
         entry.succeeded();
         let key = (id.namespace, id.name);
@@ -245,9 +243,10 @@ impl Machine {
             AgentEvent::Pool(pool) => {
                 self.fleet.pool(node, &pool);
                 self.queues.dirty.insert(pool.name.clone());
-                let waiting = self.entries.values().filter(|entry| {
-                    entry.reset_waits.is_some() && entry.home() == Some(node)
-                });
+                let waiting = self
+                    .entries
+                    .values()
+                    .filter(|entry| entry.reset_waits.is_some() && entry.home() == Some(node));
                 self.touched.extend(waiting.map(|entry| entry.uid.clone()));
             }
             AgentEvent::PoolGone(uid) => self.fleet.pool_gone(node, &uid),
@@ -278,43 +277,11 @@ impl Machine {
 
     /// Leases that have something to do with the node.
     fn touch_at(&mut self, node: &NodeName) {
-        let affected = self.entries.values().filter(|entry| {
-            entry.home() == Some(node) || entry.records.contains_key(node)
-        });
+        let affected = self
+            .entries
+            .values()
+            .filter(|entry| entry.home() == Some(node) || entry.records.contains_key(node));
         self.touched.extend(affected.map(|entry| entry.uid.clone()));
-    }
-
-    fn tick(&mut self, now: Millis) {
-        while let Some((at, uid)) = self.wakeups.first().cloned()
-            && at <= now
-        {
-            self.wakeups.pop_first();
-            if let Some(entry) = self.entries.get_mut(&uid) {
-                entry.wake = None;
-                self.touched.insert(uid);
-            }
-        }
-        while let Some((at, pool)) = self.pool_wakeups.first().cloned()
-            && at <= now
-        {
-            self.pool_wakeups.pop_first();
-            self.queues.dirty.insert(pool);
-        }
-        if now >= self.positions_at + SECOND {
-            self.positions_at = now;
-            let moved = self.queues.waiting().filter(|(position, uid)| {
-                self.entries.get(*uid).is_some_and(|entry| {
-                    now >= entry.position_at + POSITION_EVERY
-                        && entry.live().and_then(|object| object.status.queue_position)
-                            != Some(*position)
-                })
-            });
-            let moved: Vec<Uid> = moved
-                .take(POSITIONS_AT_ONCE)
-                .map(|(_, uid)| uid.clone())
-                .collect();
-            self.touched.extend(moved);
-        }
     }
 
     fn settle_touched(&mut self, now: Millis) {
@@ -334,16 +301,17 @@ impl Machine {
         }
     }
 
-    fn advance(&mut self, uid: &Uid, now: Millis) {
+    pub(super) fn advance(&mut self, uid: &Uid, now: Millis) {
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
         // A branch that an agent already gave it, perhaps to a former leader's call.
         let may_adopt = entry.place == Place::Nowhere
             && entry.failure.is_none()
-            && entry.live().is_some_and(|object| !object.status.phase.is_finished());
-        if may_adopt
-            && let Some(node) = entry.first_bound().or_else(|| entry.records.keys().next())
+            && entry
+                .live()
+                .is_some_and(|object| !object.status.phase.is_finished());
+        if may_adopt && let Some(node) = entry.first_bound().or_else(|| entry.records.keys().next())
         {
             entry.place = Place::Home(node.clone());
         }
@@ -356,7 +324,8 @@ impl Machine {
             Next::Do(operation) => self.begin(uid, operation, now),
             Next::Queue { until } => {
                 let object = self.entries[uid].live();
-                if let Some((pool, rank)) = object.map(|object| (object.pool.clone(), object.rank()))
+                if let Some((pool, rank)) =
+                    object.map(|object| (object.pool.clone(), object.rank()))
                 {
                     self.queues.insert(&pool, rank);
                 }
@@ -395,7 +364,7 @@ impl Machine {
         }
     }
 
-    fn begin(&mut self, uid: &Uid, operation: Operation, now: Millis) {
+    pub(super) fn begin(&mut self, uid: &Uid, operation: Operation, now: Millis) {
         let key = |id: &ObjectRef| (id.namespace.clone(), id.name.clone());
         let operation = match operation {
             // The Secret of a former lease of this name goes first.
@@ -429,59 +398,6 @@ impl Machine {
         self.actions.push(Action::Do(uid.clone(), operation));
     }
 
-    /// Gives the pool's ready branches to those who wait, the first first.
-    fn allocate(&mut self, pool: &PoolName, now: Millis) {
-        let Some(terms) = self.pools.get(pool) else {
-            return;
-        };
-        let placement = terms.placement;
-        while self.settled
-            && let Some(uid) = self.queues.first(pool).cloned()
-        {
-            let Some(node) = self.fleet.reserve(pool, placement, &uid, now) else {
-                if let Some(at) = self.fleet.next_try(pool, now) {
-                    self.pool_wakeups.insert((at, pool.clone()));
-                }
-                return;
-            };
-            self.queues.remove(pool, &uid);
-            let entry = self.entry(&uid);
-            entry.place = Place::Assigned(node);
-            if entry.secret == SecretState::Unknown {
-                // No agent that answers has given it a branch, so nobody made its Secret.
-                entry.secret = SecretState::Absent;
-            }
-            self.advance(&uid, now);
-        }
-    }
-
-    /// Tells a lease that waits why, and its place.
-    fn announce(&mut self, uid: &Uid, now: Millis) {
-        let Some(entry) = self.entries.get(uid) else {
-            return;
-        };
-        let Some(object) = entry.live() else { return };
-        let Some(position) = self.queues.position(&object.pool, uid) else {
-            return;
-        };
-        if !self.settled || entry.busy.is_some() || now < entry.retry_at {
-            return;
-        }
-        let terms = self.pools.get(&object.pool);
-        let wanted = status::pending(object, terms, Some(position));
-        let wanted = status::with_times(wanted, &object.status);
-        let mut same_but_place = wanted.clone();
-        same_but_place.queue_position = object.status.queue_position;
-        let due = now >= entry.position_at + POSITION_EVERY;
-        let first = condition(&object.status.conditions, status::READY).is_none();
-        if wanted == object.status || (same_but_place == object.status && !due && !first) {
-            return;
-        }
-        let operation = Operation::Patch(object.id.clone(), Box::new(wanted));
-        self.entry(uid).position_at = now;
-        self.begin(uid, operation, now);
-    }
-
     /// Tells who asked what became of the lease, when it is known.
     fn answer(&mut self, uid: &Uid) {
         let Some(entry) = self.entries.get_mut(uid).filter(|entry| entry.asked) else {
@@ -495,10 +411,9 @@ impl Machine {
             match &entry.presence {
                 Presence::Live(object) if object.status.phase.is_finished() => {
                     let ready = condition(&object.status.conditions, status::READY);
-                    let (reason, message) = ready
-                        .map_or_else(Default::default, |ready| {
-                            (ready.reason.clone(), ready.message.clone())
-                        });
+                    let (reason, message) = ready.map_or_else(Default::default, |ready| {
+                        (ready.reason.clone(), ready.message.clone())
+                    });
                     Err(Failure { reason, message })
                 }
                 Presence::Gone { .. } | Presence::Missing(_) => {

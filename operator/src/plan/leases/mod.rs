@@ -18,6 +18,7 @@ pub(crate) mod sample;
 mod status;
 #[cfg(test)]
 mod tests;
+mod waiting;
 
 use std::collections::BTreeSet;
 
@@ -102,7 +103,9 @@ pub enum Action {
         note: String,
     },
     /// An agent has obeyed a newer leader.
-    Deposed { epoch: Option<u64> },
+    Deposed {
+        epoch: Option<u64>,
+    },
 }
 
 /// An object of the API server.

@@ -31,7 +31,7 @@ impl Machine {
                 entry.succeeded();
             }
             Outcome::SecretCreated(Err(error)) => secret_refused(entry, error, now),
-            Outcome::SecretDeleted(result) => self.secret_deleted(uid, result, now),
+            Outcome::SecretDeleted(result) => self.secret_deleted(uid, &result, now),
             Outcome::Patched(status, Ok(version)) => {
                 let mut warning = None;
                 if let Presence::Live(object) = &mut entry.presence {
@@ -48,17 +48,18 @@ impl Machine {
                 self.actions.extend(warning);
             }
             Outcome::Patched(_, Err(error)) | Outcome::LeaseDeleted(Err(error)) => {
-                not_written(entry, error, now);
+                not_written(entry, &error, now);
             }
             // The watch brings the deletion.
-            Outcome::LeaseDeleted(Ok(())) => entry.retry_at = now + WATCH_LAGS,
+            Outcome::LeaseDeleted(Ok(())) | Outcome::Confirmed(Ok(Existence::Exists)) => {
+                entry.retry_at = now + WATCH_LAGS;
+            }
             Outcome::Confirmed(Ok(Existence::Gone)) => {
                 if let Some(id) = entry.id() {
                     entry.presence = Presence::Gone { id, secret: true };
                 }
                 entry.succeeded();
             }
-            Outcome::Confirmed(Ok(Existence::Exists)) => entry.retry_at = now + WATCH_LAGS,
             Outcome::Confirmed(Err(_)) => entry.back_off(now),
         }
     }
@@ -78,10 +79,8 @@ impl Machine {
                 entry.place = Place::Home(node);
                 entry.credentials = Some(lease);
             }
-            Some(Doing::Fetch) => {
-                if entry.place == Place::Assigned(node.clone()) {
-                    entry.place = Place::Home(node);
-                }
+            Some(Doing::Fetch) if entry.place == Place::Assigned(node.clone()) => {
+                entry.place = Place::Home(node);
             }
             Some(Doing::Renew(generation)) => entry.renewal = Some((generation, None)),
             Some(Doing::Reset) => entry.reset_waits = None,
@@ -197,7 +196,7 @@ impl Machine {
         }
     }
 
-    fn secret_deleted(&mut self, uid: &Uid, result: Result<(), WriteError>, now: Millis) {
+    fn secret_deleted(&mut self, uid: &Uid, result: &Result<(), WriteError>, now: Millis) {
         let entry = self.entry(uid);
         match result {
             // A foreign one of the name is none of ours.
@@ -229,7 +228,7 @@ fn secret_refused(entry: &mut Entry, error: WriteError, now: Millis) {
     }
 }
 
-fn not_written(entry: &mut Entry, error: WriteError, now: Millis) {
+fn not_written(entry: &mut Entry, error: &WriteError, now: Millis) {
     match error {
         WriteError::NotFound => {
             if let Some(object) = entry.live() {

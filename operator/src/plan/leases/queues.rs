@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use branchpool_agent_api::PoolName;
 
-use crate::plan::{Uid, queue::{Queue, Rank}};
+use crate::plan::{
+    Uid,
+    queue::{Queue, Rank},
+};
 
 #[derive(Debug, Default)]
 pub(super) struct Queues {
@@ -49,7 +52,9 @@ impl Queues {
 
     /// All that wait, each with the number of leases before it.
     pub(super) fn waiting(&self) -> impl Iterator<Item = (u32, &Uid)> {
-        self.queues.values().flat_map(|queue| (0..).zip(queue.iter()))
+        self.queues
+            .values()
+            .flat_map(|queue| (0..).zip(queue.iter()))
     }
 
     pub(super) fn of(&self, pool: &PoolName) -> impl Iterator<Item = &Uid> {

@@ -100,7 +100,9 @@ pub(super) fn bound(object: &LeaseObject, node: &NodeName, lease: &Lease) -> Bra
         // A branch that was just handed out is fresh: the token that came with its lease is answered.
         observed_reset_token: if object.status.phase == LeasePhase::Bound {
             let answered = lease.observed_reset_token.as_ref();
-            answered.or(object.status.observed_reset_token.as_ref()).cloned()
+            answered
+                .or(object.status.observed_reset_token.as_ref())
+                .cloned()
         } else {
             object.reset_token.clone()
         },

@@ -70,7 +70,10 @@ fn spreads_evenly_and_packs_one_after_the_other() {
     );
     assert_eq!(
         orders(demand(41, 101, Placement::Pack), &nodes),
-        [("a".to_owned(), hold(41, 100)), ("b".to_owned(), hold(0, 1))]
+        [
+            ("a".to_owned(), hold(41, 100)),
+            ("b".to_owned(), hold(0, 1))
+        ]
     );
 }
 

@@ -101,7 +101,10 @@ fn each_trouble_has_its_reason() {
     assert_eq!(lonely[4], "Degraded=True/NoAgents");
     let (unfit, _) = lines(&view(&[part("a", Standing::Unfit, None)]), "Ready");
     assert_eq!(unfit[0], "Ready=False/NoEligibleNodes");
-    let (broken, message) = lines(&view(&[part("a", Standing::Eligible, Some(&failed))]), "Ready");
+    let (broken, message) = lines(
+        &view(&[part("a", Standing::Eligible, Some(&failed))]),
+        "Ready",
+    );
     assert_eq!(broken[0], "Ready=False/BuildFailed");
     assert_eq!(message, "script items: syntax error (node a)");
     let (silent, message) = lines(

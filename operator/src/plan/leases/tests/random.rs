@@ -13,7 +13,7 @@ use super::{
 };
 use crate::plan::SECOND;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Step {
     Create(u8),
     Delete(u8),
@@ -95,7 +95,10 @@ fn take(world: &mut World, step: Step, made: &mut u32) {
         Step::Expire(index) => {
             let node = node(index);
             let bound = world.agents[node].leases.iter();
-            let id = bound.filter(|(_, lease)| lease.phase == Phase::Bound).map(|(id, _)| id.clone()).next();
+            let id = bound
+                .filter(|(_, lease)| lease.phase == Phase::Bound)
+                .map(|(id, _)| id.clone())
+                .next();
             if let Some(id) = id {
                 world.at_agent(node, &id, |lease| lease.phase = Phase::Expired);
             }
@@ -116,7 +119,11 @@ fn take(world: &mut World, step: Step, made: &mut u32) {
 fn no_branch_is_shared(world: &World) -> Result<(), TestCaseError> {
     let mut holders: BTreeMap<&str, &str> = BTreeMap::new();
     for agent in world.agents.values() {
-        for (id, lease) in agent.leases.iter().filter(|(_, lease)| lease.phase == Phase::Bound) {
+        for (id, lease) in agent
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.phase == Phase::Bound)
+        {
             let other = holders.insert(&lease.branch, id);
             prop_assert_eq!(other, None, "of {}", lease.branch);
         }
@@ -130,23 +137,25 @@ fn everything_agrees(world: &World) -> Result<(), TestCaseError> {
         let records: Vec<_> = world
             .agents
             .iter()
-            .flat_map(|(node, agent)| agent.leases.iter().map(move |(id, lease)| (node, id, lease)))
+            .flat_map(|(node, agent)| {
+                agent
+                    .leases
+                    .iter()
+                    .map(move |(id, lease)| (node, id, lease))
+            })
             .filter(|(_, id, _)| parse_agent_id(id).0 == *uid)
             .collect();
         let secret = world.secrets.get(&object.id.name);
-        match object.status.phase {
-            LeasePhase::Bound => {
-                prop_assert_eq!(records.len(), 1, "{:?}", object);
-                let (node, _, lease) = records[0];
-                prop_assert_eq!(object.status.node.as_deref(), Some(node.as_str()));
-                prop_assert_eq!(object.status.branch.as_ref(), Some(&lease.branch));
-                let mine = secret.is_some_and(|(_, lease)| lease == uid);
-                prop_assert_eq!(mine, object.wants_secret, "{:?}", secret);
-            }
-            _ => {
-                prop_assert_eq!(records.len(), 0, "{:?}", object);
-                prop_assert!(secret.is_none(), "{:?} {:?}", object, secret);
-            }
+        if object.status.phase == LeasePhase::Bound {
+            prop_assert_eq!(records.len(), 1, "{:?}", object);
+            let (node, _, lease) = records[0];
+            prop_assert_eq!(object.status.node.as_deref(), Some(node.as_str()));
+            prop_assert_eq!(object.status.branch.as_ref(), Some(&lease.branch));
+            let mine = secret.is_some_and(|(_, lease)| lease == uid);
+            prop_assert_eq!(mine, object.wants_secret, "{:?}", secret);
+        } else {
+            prop_assert_eq!(records.len(), 0, "{:?}", object);
+            prop_assert!(secret.is_none(), "{:?} {:?}", object, secret);
         }
     }
     Ok(())

@@ -157,7 +157,10 @@ fn an_expired_lease_loses_its_secret_first() {
     world.settle();
     world.at_agent("a", "u1.l1", |lease| lease.phase = Phase::Expired);
     world.hear_agent(&"a".into());
-    assert!(matches!(world.under_way[0].1, Operation::DeleteSecret { .. }));
+    assert!(matches!(
+        world.under_way[0].1,
+        Operation::DeleteSecret { .. }
+    ));
     world.settle();
     assert_eq!(phase(&world, "u1"), LeasePhase::Expired);
     assert_eq!(world.objects["u1"].status.host, None);
@@ -174,19 +177,32 @@ fn a_reset_is_answered_and_waits_for_a_branch() {
     });
     world.settle();
     let status = |world: &World| world.objects["u1"].status.clone();
-    assert_eq!(status(&world).observed_reset_token.as_deref(), Some("first"));
-    assert_eq!(status(&world).branch.as_deref(), Some("a-0"), "fresh as it is");
+    assert_eq!(
+        status(&world).observed_reset_token.as_deref(),
+        Some("first")
+    );
+    assert_eq!(
+        status(&world).branch.as_deref(),
+        Some("a-0"),
+        "fresh as it is"
+    );
     world.change("u1", |object| object.reset_token = Some("second".into()));
     world.settle();
     assert_eq!(status(&world).branch.as_deref(), Some("a-1"));
-    assert_eq!(status(&world).observed_reset_token.as_deref(), Some("second"));
+    assert_eq!(
+        status(&world).observed_reset_token.as_deref(),
+        Some("second")
+    );
     world.change("u1", |object| object.reset_token = Some("third".into()));
     world.settle();
     assert_eq!(reason(&world, "u1"), "Resetting");
     world.add_branch("a");
     world.settle();
     assert_eq!(reason(&world, "u1"), "Bound");
-    assert_eq!(status(&world).observed_reset_token.as_deref(), Some("third"));
+    assert_eq!(
+        status(&world).observed_reset_token.as_deref(),
+        Some("third")
+    );
 }
 
 #[test]

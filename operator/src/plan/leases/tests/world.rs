@@ -20,7 +20,10 @@ pub(super) struct Agent {
 
 impl Agent {
     fn counts(&self) -> PoolStatus {
-        let bound = self.leases.values().filter(|lease| lease.phase == Phase::Bound);
+        let bound = self
+            .leases
+            .values()
+            .filter(|lease| lease.phase == Phase::Bound);
         let count = |n: usize| u32::try_from(n).unwrap();
         sample::pool(count(self.ready.len()), count(bound.count()))
     }
@@ -31,7 +34,8 @@ impl Agent {
             None => AgentEvent::LeaseGone(id.to_owned()),
         };
         self.events.push_back(event);
-        self.events.push_back(AgentEvent::Pool(Box::new(self.counts())));
+        self.events
+            .push_back(AgentEvent::Pool(Box::new(self.counts())));
     }
 }
 
@@ -178,7 +182,9 @@ impl World {
         let agent = self.agents.get_mut(node).unwrap();
         agent.ready.push_back(format!("{node}-{}", agent.made));
         agent.made += 1;
-        agent.events.push_back(AgentEvent::Pool(Box::new(agent.counts())));
+        agent
+            .events
+            .push_back(AgentEvent::Pool(Box::new(agent.counts())));
     }
 
     /// One event of the API server's watch.
@@ -277,7 +283,8 @@ impl World {
             Operation::DeleteSecret { lease, secret } => {
                 self.writes += 1;
                 let there = self.secrets.get(&lease.name);
-                let fits = |(uid, _): &(Uid, Uid)| secret.as_ref().is_none_or(|wanted| wanted == uid);
+                let fits =
+                    |(uid, _): &(Uid, Uid)| secret.as_ref().is_none_or(|wanted| wanted == uid);
                 let found = there.is_some_and(fits);
                 if found {
                     self.secrets.remove(&lease.name);
