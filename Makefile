@@ -66,5 +66,6 @@ setup: ## Install what the demo needs and the machine lacks (root; silent when n
 	@scripts/setup
 
 .PHONY: clean
-clean: ## Remove everything that was built
+clean: ## Remove everything that was built, and the cluster if it runs
+	@[ ! -e "$${CARGO_TARGET_DIR:-target}/kubernetes/clusters/cluster.lock" ] || $(MAKE) cluster-down
 	@cargo clean

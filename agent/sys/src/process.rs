@@ -29,6 +29,8 @@ pub enum Error {
     Wait { source: io::Error },
     #[snafu(display("cannot become the parent of orphaned processes"))]
     Subreaper { source: io::Error },
+    #[snafu(display("cannot mark descriptors close-on-exec"))]
+    CloseOnExec { source: io::Error },
     #[snafu(display("cannot receive signals by a descriptor"))]
     Signals { source: io::Error },
 }
@@ -84,6 +86,11 @@ pub fn become_subreaper() -> Result<(), Error> {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .map_err(io::Error::from)
         .context(SubreaperSnafu)
+}
+
+/// From now on no program that is started gets a descriptor above stderr that this process has now.
+pub fn close_rest_on_exec() -> Result<(), Error> {
+    raw::close_rest_on_exec().context(CloseOnExecSnafu)
 }
 
 /// Signals as something to read, instead of handlers.

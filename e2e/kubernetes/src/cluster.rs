@@ -36,6 +36,7 @@ const COREDNS: &str = include_str!("coredns.yaml");
 const WAIT: &str = "--timeout=180s";
 
 #[derive(Debug, Snafu)]
+#[snafu(visibility(pub(crate)))]
 pub enum Error {
     #[snafu(transparent)]
     Api { source: api::Error },
@@ -57,6 +58,10 @@ pub enum Error {
     State { source: state::Error },
     #[snafu(transparent)]
     Cgroup { source: cgroup::Error },
+    #[snafu(display("cannot keep the caller's descriptors from the cluster"))]
+    Descriptors {
+        source: branchpool_sys::process::Error,
+    },
     #[snafu(display("cannot give kubectl a manifest"))]
     Manifest { source: io::Error },
 }

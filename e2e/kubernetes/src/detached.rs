@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
+use branchpool_sys::process;
+use snafu::ResultExt;
+
 use crate::{
-    cluster::{Error, Options, Own},
+    cluster::{DescriptorsSnafu, Error, Options, Own},
     state::{self, State},
 };
 
@@ -12,6 +15,8 @@ pub async fn start(name: &str, options: Options) -> Result<PathBuf, Error> {
     if let Some(directory) = state::running(name)? {
         return Ok(directory.join("pki/admin.kubeconfig"));
     }
+    // What the caller holds, such as a lock, must not be held as long as the cluster lives.
+    process::close_rest_on_exec().context(DescriptorsSnafu)?;
     let own = Own::start(|| State::create(name), options).await?;
     let kubeconfig = own.api.kubeconfig().to_owned();
     own.detach().await?;

@@ -102,7 +102,10 @@ async fn up(name: &str, mut options: Options, empty: bool) -> Result<(), Error> 
     }
     println!("\nThe cluster runs until `make cluster-down`. To use it:\n");
     println!("    export KUBECONFIG={}", kubeconfig.display());
-    println!("    export PATH=\"{}:$PATH\"", programs.path("").display());
+    println!(
+        "    export PATH=\"{}:$PATH\"",
+        programs.directory().display()
+    );
     println!("    kubectl get nodes");
     if !empty {
         println!("    kubectl get branchpools");

@@ -46,7 +46,8 @@ impl Programs {
         })
     }
 
-    pub(crate) fn directory(&self) -> &Path {
+    /// For `PATH`.
+    pub fn directory(&self) -> &Path {
         &self.directory
     }
 

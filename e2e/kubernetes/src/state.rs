@@ -274,7 +274,8 @@ fn detach_loop_devices(directory: &Path) {
             continue;
         };
         if Path::new(file.trim()).starts_with(directory) {
-            let _ = Command::new("losetup").args(["--detach", device]).status();
+            // It may be on its way already.
+            let _ = Command::new("losetup").args(["--detach", device]).output();
         }
     }
 }
