@@ -109,7 +109,9 @@ async fn up(name: &str, mut options: Options, empty: bool) -> Result<(), Error> 
     println!("    kubectl get nodes");
     if !empty {
         println!("    kubectl get branchpools");
-        println!("    kubectl apply -f examples/kubernetes/pool.yaml -f examples/kubernetes/lease.yaml");
+        println!(
+            "    kubectl apply -f examples/kubernetes/pool.yaml -f examples/kubernetes/lease.yaml"
+        );
         println!("    kubectl branch lease app --wait 1m -- psql -c 'SELECT * FROM notes'");
     }
     Ok(())
@@ -120,7 +122,9 @@ fn path(programs: &branchpool_e2e_kubernetes::Programs) -> String {
     let kubernetes = programs.directory().display().to_string();
     let own = std::env::current_exe().ok();
     let own = own.as_deref().and_then(Path::parent);
-    own.map_or(kubernetes.clone(), |own| format!("{kubernetes}:{}", own.display()))
+    own.map_or(kubernetes.clone(), |own| {
+        format!("{kubernetes}:{}", own.display())
+    })
 }
 
 fn down(name: &str) -> Result<(), Error> {

@@ -142,6 +142,5 @@ pub(crate) fn node(name: &str) -> NodeStatus {
         session_driver: "native".into(),
         session_close_timeout_ms: 200,
         trust: None,
-        lease_activity: Vec::new(),
     }
 }
