@@ -31,6 +31,8 @@ pub(super) enum Next {
     },
     /// Nothing before this time, unless something happens.
     At(Millis),
+    /// Nothing until it is known whose Secret is under its name.
+    AwaitHolder,
     Idle,
     /// Nothing is left of it.
     Drop,
@@ -42,9 +44,19 @@ pub(super) struct Context<'a> {
     pub(super) pool: Option<&'a PoolTerms>,
     pub(super) listed: bool,
     pub(super) settled: bool,
-    /// Another lease has the name, and perhaps a Secret of that name already.
-    pub(super) name_taken: bool,
+    pub(super) name: Name,
     pub(super) now: Millis,
+}
+
+/// Whose the Secret under a lease's name can be, if there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Name {
+    /// Nobody else's.
+    Own,
+    /// Its own, or that of the lease that has the name now.
+    Shared,
+    /// Of the lease that has the name now.
+    Taken,
 }
 
 impl Entry {
@@ -278,8 +290,8 @@ impl Entry {
         why: &Failure,
         context: &Context<'_>,
     ) -> Next {
-        if self.secret_may_exist() && !context.name_taken {
-            return Next::Do(self.delete_secret(&object.id));
+        if let Some(next) = self.rid_of_secret(&object.id, context) {
+            return next;
         }
         Next::Do(patch(
             object,
@@ -318,11 +330,8 @@ impl Entry {
             // The answer to the call may have been lost.
             return Next::Do(self.call(node, Call::Fetch));
         }
-        if let Some(id) = self.id()
-            && self.secret_may_exist()
-            && !context.name_taken
-        {
-            return Next::Do(self.delete_secret(&id));
+        if let Some(next) = self.id().and_then(|id| self.rid_of_secret(&id, context)) {
+            return next;
         }
         if let Some(next) = self.next_record(context) {
             return next;
@@ -346,10 +355,18 @@ impl Entry {
         }))
     }
 
-    fn delete_secret(&self, lease: &super::ObjectRef) -> Operation {
-        Operation::DeleteSecret {
-            lease: lease.clone(),
-            secret: self.secret_uid(),
+    /// The agents' records outlive the Secret: a leader that forgot all learns of it from them.
+    fn rid_of_secret(&self, lease: &super::ObjectRef, context: &Context<'_>) -> Option<Next> {
+        if !self.secret_may_exist() {
+            return None;
+        }
+        match context.name {
+            Name::Own => Some(Next::Do(Operation::DeleteSecret {
+                lease: lease.clone(),
+                secret: self.secret_uid(),
+            })),
+            Name::Shared => Some(Next::AwaitHolder),
+            Name::Taken => None,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use branchpool_agent_api::{Lease, LeasePhase};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 
-use super::{Call, LeaseObject, ObjectRef, Operation};
+use super::{Call, LeaseObject, ObjectRef, Operation, decide::Name, machine::Key};
 use crate::plan::{Millis, NodeName, SECOND, Uid};
 
 /// Why a lease cannot be served, for its status and for who asked.
@@ -138,6 +138,29 @@ impl Entry {
         }
     }
 
+    pub(super) fn key(&self) -> Option<Key> {
+        self.id().map(|id| (id.namespace, id.name))
+    }
+
+    /// What a lease that had this one's name before is to think of a Secret there.
+    pub(super) fn name_for_former(&self) -> Name {
+        match &self.presence {
+            Presence::Gone { .. } => Name::Own,
+            Presence::Live(object) => {
+                let told = object.status.phase == branchpool_crds::LeasePhase::Bound
+                    && object.status.binding.is_some();
+                if told || matches!(self.secret, SecretState::Written(_)) {
+                    Name::Taken
+                } else if self.secret_may_exist() {
+                    Name::Shared
+                } else {
+                    Name::Own
+                }
+            }
+            Presence::Unknown | Presence::Opaque | Presence::Missing(_) => Name::Shared,
+        }
+    }
+
     /// Agents keep the name for a leader that knows nothing else.
     fn named_by_record(&self) -> Option<ObjectRef> {
         self.records.values().find_map(|record| {
@@ -181,7 +204,8 @@ impl Entry {
                     object.wants_secret
                         && (object.status.binding.is_some() || self.home().is_some())
                 }
-                Presence::Gone { secret, .. } => *secret,
+                // An agent that was away then may have made one necessary.
+                Presence::Gone { secret, .. } => *secret || !self.records.is_empty(),
                 _ => true,
             },
         }

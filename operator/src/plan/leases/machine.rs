@@ -7,7 +7,7 @@ use branchpool_crds::LeasePhase;
 
 use super::{
     Action, AgentEvent, Call, Event, LeaseObject, ObjectRef, Operation, PoolTerms,
-    decide::{Context, Next},
+    decide::{Context, Name, Next},
     entry::{Doing, Entry, Failure, Place, Presence, SecretState, condition},
     fleet::Fleet,
     parse_agent_id,
@@ -17,7 +17,7 @@ use super::{
 use crate::plan::{Millis, NodeName, SECOND, Uid};
 
 /// Namespace and name.
-type Key = (String, String);
+pub(super) type Key = (String, String);
 
 #[derive(Debug, Default)]
 pub struct Machine {
@@ -27,8 +27,10 @@ pub struct Machine {
     pub(super) queues: Queues,
     /// Who has a name now.
     names: HashMap<Key, Uid>,
-    /// Names whose Secret is being deleted.
-    pub(super) deleting: HashSet<Key>,
+    /// Leases that are over and wait until it is known whose Secret is under their name.
+    former_holders: HashMap<Key, BTreeSet<Uid>>,
+    /// Names whose Secret is being created or deleted.
+    pub(super) secrets_under_way: HashSet<Key>,
     pub(super) wakeups: BTreeSet<(Millis, Uid)>,
     pub(super) pool_wakeups: BTreeSet<(Millis, PoolName)>,
     pub(super) positions_at: Millis,
@@ -177,6 +179,8 @@ impl Machine {
         let key = (id.namespace, id.name);
         if self.names.get(&key) == Some(uid) {
             self.names.remove(&key);
+            self.touched
+                .extend(self.former_holders.remove(&key).unwrap_or_default());
         }
         self.touched.insert(uid.clone());
     }
@@ -302,6 +306,7 @@ impl Machine {
     }
 
     pub(super) fn advance(&mut self, uid: &Uid, now: Millis) {
+        self.wake_former_holders(uid);
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
@@ -332,6 +337,12 @@ impl Machine {
                 self.wake_at(uid, until.max(now + 1));
             }
             Next::At(at) => self.wake_at(uid, at),
+            Next::AwaitHolder => {
+                if let Some(key) = self.entries[uid].key() {
+                    let former = self.former_holders.entry(key).or_default();
+                    former.insert(uid.clone());
+                }
+            }
             Next::Idle => {}
             Next::Drop => {
                 if let Some(at) = self.entries.remove(uid).and_then(|entry| entry.wake) {
@@ -345,21 +356,32 @@ impl Machine {
         self.answer(uid);
     }
 
+    /// What was learned of a lease may tell those that had its name before whose Secret is there.
+    fn wake_former_holders(&mut self, uid: &Uid) {
+        let key = self.entries.get(uid).and_then(Entry::key);
+        if let Some(key) = key
+            && self.names.get(&key) == Some(uid)
+            && let Some(former) = self.former_holders.remove(&key)
+        {
+            self.touched.extend(former);
+        }
+    }
+
     fn context(&self, entry: &Entry, now: Millis) -> Context<'_> {
         let pool = entry.live().and_then(|object| self.pools.get(&object.pool));
         let holder = entry
-            .id()
-            .and_then(|id| self.names.get(&(id.namespace, id.name)))
+            .key()
+            .and_then(|key| self.names.get(&key))
             .filter(|holder| **holder != entry.uid);
-        let name_taken = holder
+        let name = holder
             .and_then(|holder| self.entries.get(holder))
-            .is_some_and(|holder| holder.live().is_some() && holder.secret_may_exist());
+            .map_or(Name::Own, Entry::name_for_former);
         Context {
             fleet: &self.fleet,
             pool,
             listed: self.listed,
             settled: self.settled,
-            name_taken,
+            name,
             now,
         }
     }
@@ -367,15 +389,17 @@ impl Machine {
     pub(super) fn begin(&mut self, uid: &Uid, operation: Operation, now: Millis) {
         let key = |id: &ObjectRef| (id.namespace.clone(), id.name.clone());
         let operation = match operation {
-            // The Secret of a former lease of this name goes first.
-            Operation::CreateSecret(id, _) if self.deleting.contains(&key(&id)) => return,
+            // What a former lease of this name does with its Secret goes first.
+            Operation::CreateSecret(id, _) if self.secrets_under_way.contains(&key(&id)) => return,
             Operation::Patch(id, status) => {
                 Operation::Patch(id, Box::new(status::stamped(*status, now)))
             }
             other => other,
         };
-        if let Operation::DeleteSecret { lease, .. } = &operation {
-            self.deleting.insert(key(lease));
+        if let Operation::CreateSecret(lease, _) | Operation::DeleteSecret { lease, .. } =
+            &operation
+        {
+            self.secrets_under_way.insert(key(lease));
         }
         let entry = self.entry(uid);
         entry.busy = Some(match &operation {

@@ -26,11 +26,16 @@ impl Machine {
             Outcome::Called(node, Ok(lease)) => self.called(uid, doing, node, lease),
             Outcome::Called(node, Err(error)) => self.refused(uid, doing, &node, error, now),
             Outcome::Forgotten(node, result) => self.forgotten(uid, &node, result, now),
-            Outcome::SecretCreated(Ok(secret)) => {
-                entry.secret = SecretState::Written(secret);
-                entry.succeeded();
+            Outcome::SecretCreated(result) => {
+                match result {
+                    Ok(secret) => {
+                        entry.secret = SecretState::Written(secret);
+                        entry.succeeded();
+                    }
+                    Err(error) => secret_refused(entry, error, now),
+                }
+                self.secret_settled(uid);
             }
-            Outcome::SecretCreated(Err(error)) => secret_refused(entry, error, now),
             Outcome::SecretDeleted(result) => self.secret_deleted(uid, &result, now),
             Outcome::Patched(status, Ok(version)) => {
                 let mut warning = None;
@@ -134,11 +139,13 @@ impl Machine {
                 }
                 self.give_up(node, uid, 0);
             }
-            // Its record says how.
             (_, "LeaseEnded") => {
                 entry.credentials = None;
-                entry.records.remove(node);
                 entry.place = Place::Home(node.clone());
+                // Asked for anew, the record says how. One of a lease that is gone is only to be forgotten.
+                if entry.live().is_some() {
+                    entry.records.remove(node);
+                }
             }
             (Some(Doing::Lease), reason::INVALID_FIELD | "LeaseConflict") => {
                 entry.failure = Some(failure);
@@ -209,9 +216,12 @@ impl Machine {
             }
             Err(WriteError::Final { .. } | WriteError::Later(_)) => entry.back_off(now),
         }
-        if let Some(id) = entry.id() {
-            let key = (id.namespace, id.name);
-            self.deleting.remove(&key);
+        self.secret_settled(uid);
+    }
+
+    fn secret_settled(&mut self, uid: &Uid) {
+        if let Some(key) = self.entries.get(uid).and_then(Entry::key) {
+            self.secrets_under_way.remove(&key);
             // Who has the name now may have waited for this.
             self.touched.extend(self.holder_of(&key));
         }

@@ -4,7 +4,7 @@ use branchpool_agent_api::PoolName;
 
 use super::{
     Machine, Operation,
-    entry::{Place, SecretState, condition},
+    entry::{Place, condition},
     status,
 };
 use crate::plan::{Millis, SECOND, Uid};
@@ -64,12 +64,7 @@ impl Machine {
                 return;
             };
             self.queues.remove(pool, &uid);
-            let entry = self.entry(&uid);
-            entry.place = Place::Assigned(node);
-            if entry.secret == SecretState::Unknown {
-                // No agent that answers has given it a branch, so nobody made its Secret.
-                entry.secret = SecretState::Absent;
-            }
+            self.entry(&uid).place = Place::Assigned(node);
             self.advance(&uid, now);
         }
     }
