@@ -102,14 +102,10 @@ async fn up(name: &str, mut options: Options, empty: bool) -> Result<(), Error> 
     }
     println!("\nThe cluster runs until `make cluster-down`. To use it:\n");
     println!("    export KUBECONFIG={}", kubeconfig.display());
-    println!(
-        "    export PATH=\"{}:$PATH\"",
-        programs.directory().display()
-    );
+    println!("    export PATH=\"{}:$PATH\"", path(&programs));
     println!("    kubectl get nodes");
     if !empty {
         println!("    kubectl get branchpools");
-        println!("    kubectl apply -f examples/kubernetes/pool.yaml -f examples/kubernetes/lease.yaml");
         println!("    kubectl branch lease app --wait 1m -- psql -c 'SELECT * FROM notes'");
     }
     Ok(())
@@ -120,7 +116,9 @@ fn path(programs: &branchpool_e2e_kubernetes::Programs) -> String {
     let kubernetes = programs.directory().display().to_string();
     let own = std::env::current_exe().ok();
     let own = own.as_deref().and_then(Path::parent);
-    own.map_or(kubernetes.clone(), |own| format!("{kubernetes}:{}", own.display()))
+    own.map_or(kubernetes.clone(), |own| {
+        format!("{kubernetes}:{}", own.display())
+    })
 }
 
 fn down(name: &str) -> Result<(), Error> {

@@ -9,7 +9,9 @@ fn readme_lines() -> String {
     let readme = fs::read_to_string(path("README.md")).unwrap();
     let (_, section) = readme.split_once("## Try it on Kubernetes").unwrap();
     let mut blocks = section.split("```");
-    let mut commands = blocks.by_ref().filter_map(|block| block.strip_prefix("sh\n"));
+    let mut commands = blocks
+        .by_ref()
+        .filter_map(|block| block.strip_prefix("sh\n"));
     commands
         .find(|block| block.starts_with("kubectl apply"))
         .unwrap()
@@ -21,8 +23,14 @@ pub(crate) async fn the_lines_of_the_readme_work(stage: &mut Stage) -> Done {
     assert!(printed.contains("the same in every branch"), "{printed}");
     stage.full("shop", 4).await?;
     let counts = stage.branches().await?;
-    assert!(counts.len() >= 2, "an agent on each node, and not {counts:?}");
-    assert!(counts.values().filter(|count| **count > 0).count() >= 2, "{counts:?}");
+    assert!(
+        counts.len() >= 2,
+        "an agent on each node, and not {counts:?}"
+    );
+    assert!(
+        counts.values().filter(|count| **count > 0).count() >= 2,
+        "{counts:?}"
+    );
     for node in counts.keys() {
         stage.node_ready(node, "True", "").await?;
     }
@@ -36,14 +44,23 @@ pub(crate) async fn jobs_of_the_documentation_work(stage: &mut Stage) -> Done {
     let page = fs::read_to_string(path("docs/leases.md"))?;
     for name in ["environment", "files"] {
         let file = path(&format!("examples/kubernetes/job-{name}.yaml"));
-        assert!(page.contains(&fs::read_to_string(&file)?), "docs/leases.md should show {file}");
+        assert!(
+            page.contains(&fs::read_to_string(&file)?),
+            "docs/leases.md should show {file}"
+        );
         stage.kubectl(&["apply", "--filename", &file]).await?;
-        stage.wait("condition=Complete", &[&format!("job/{name}")]).await?;
+        stage
+            .wait("condition=Complete", &[&format!("job/{name}")])
+            .await?;
         let printed = stage.kubectl(&["logs", &format!("job/{name}")]).await?;
         assert!(printed.contains("written by a Job"), "{printed}");
         assert_eq!(printed.contains("sslmode is verify-full"), name == "files");
         let count = "SELECT count(*) FROM notes WHERE body = 'written by a Job'";
-        assert_eq!(stage.psql(name, count).await?, "1", "in the branch of {name}");
+        assert_eq!(
+            stage.psql(name, count).await?,
+            "1",
+            "in the branch of {name}"
+        );
     }
     verify_full_refuses_another_name(stage).await?;
     for name in ["environment", "files"] {
@@ -66,7 +83,12 @@ async fn verify_full_refuses_another_name(stage: &Stage) -> Done {
     let connection = |host: &str| {
         format!(
             "host={host} hostaddr={} port={} user={} password={} dbname={} sslmode=verify-full sslrootcert={}",
-            of["host"], of["port"], of["username"], of["password"], of["database"], ca.display()
+            of["host"],
+            of["port"],
+            of["username"],
+            of["password"],
+            of["database"],
+            ca.display()
         )
     };
     assert_eq!(psql(&connection(&of["host"]), "SELECT 1").await?, "1");

@@ -17,18 +17,24 @@ pub(crate) async fn a_hundred_leases_over_forty_branches(stage: &mut Stage) -> D
     let limits = json!({"replicas": BRANCHES, "maxBranches": BRANCHES});
     stage.fill("busy", &limits).await?;
     let counts = stage.branches().await?;
-    assert!(counts.values().filter(|count| **count > 0).count() >= 2, "over two nodes: {counts:?}");
+    assert!(
+        counts.values().filter(|count| **count > 0).count() >= 2,
+        "over two nodes: {counts:?}"
+    );
     let created = create_all(stage).await?;
-    let mut held = eventually("forty are bound, and the others are told that they wait", async || {
-        let leases = stage.all_leases().await.ok()?;
-        let told = leases.iter().filter(|lease| {
-            let status = lease.status.as_ref();
-            status.is_some_and(|status| status.queue_position.is_some())
-        });
-        let queued = told.count();
-        let held = bound(&leases);
-        (held.len() == BRANCHES && queued == LEASES - BRANCHES).then_some(held)
-    })
+    let mut held = eventually(
+        "forty are bound, and the others are told that they wait",
+        async || {
+            let leases = stage.all_leases().await.ok()?;
+            let told = leases.iter().filter(|lease| {
+                let status = lease.status.as_ref();
+                status.is_some_and(|status| status.queue_position.is_some())
+            });
+            let queued = told.count();
+            let held = bound(&leases);
+            (held.len() == BRANCHES && queued == LEASES - BRANCHES).then_some(held)
+        },
+    )
     .await?;
     let mut ever = held.clone();
     let mut waiting: BTreeMap<_, _> = created
@@ -72,7 +78,11 @@ pub(crate) async fn a_hundred_leases_over_forty_branches(stage: &mut Stage) -> D
     nothing_on_disk(stage)
 }
 
-type Rank = (branchpool_crds::Priority, k8s_openapi::jiff::Timestamp, String);
+type Rank = (
+    branchpool_crds::Priority,
+    k8s_openapi::jiff::Timestamp,
+    String,
+);
 
 /// At once; answers who comes before whom.
 async fn create_all(stage: &Stage) -> Result<BTreeMap<Rank, String>, Failed> {
@@ -88,7 +98,10 @@ async fn create_all(stage: &Stage) -> Result<BTreeMap<Rank, String>, Failed> {
     for lease in creating.join_all().await {
         let lease = lease?;
         let time = lease.creation_timestamp().unwrap().0;
-        created.insert((lease.spec.priority, time, lease.uid().unwrap()), lease.name_any());
+        created.insert(
+            (lease.spec.priority, time, lease.uid().unwrap()),
+            lease.name_any(),
+        );
     }
     Ok(created)
 }
@@ -120,7 +133,9 @@ async fn one_by_one(
 }
 
 fn bound(leases: &[BranchLease]) -> BTreeSet<String> {
-    let bound = leases.iter().filter(|lease| phase(lease) == LeasePhase::Bound);
+    let bound = leases
+        .iter()
+        .filter(|lease| phase(lease) == LeasePhase::Bound);
     bound.map(ResourceExt::name_any).collect()
 }
 
@@ -129,7 +144,10 @@ async fn no_branch_is_shared(stage: &Stage) -> Done {
     let held = stage.held().await?;
     let mut branches = BTreeSet::new();
     for lease in held.iter().filter(|lease| lease["phase"] == "Bound") {
-        assert!(branches.insert(lease["branch"].to_string()), "{lease} shares its branch");
+        assert!(
+            branches.insert(lease["branch"].to_string()),
+            "{lease} shares its branch"
+        );
     }
     Ok(())
 }
@@ -144,7 +162,12 @@ fn nothing_on_disk(stage: &mut Stage) -> Done {
             let parent = parent?.path();
             if parent.is_dir() {
                 let left: Vec<_> = std::fs::read_dir(&parent)?.collect();
-                assert!(left.is_empty(), "{} on {}: {left:?}", parent.display(), node.name());
+                assert!(
+                    left.is_empty(),
+                    "{} on {}: {left:?}",
+                    parent.display(),
+                    node.name()
+                );
             }
         }
     }

@@ -28,25 +28,47 @@ pub(crate) async fn the_lease_api_answers_with_a_connection(stage: &mut Stage) -
         "data": {"notes.sql": "CREATE TABLE notes (body text NOT NULL)"}});
     stage.cluster.apply(&script.to_string()).await?;
     let source = json!({"sql": {"configMapRef": {"name": "schema"}}});
-    stage.fill("asked", &json!({"replicas": 1, "source": source})).await?;
-    let token = stage.kubectl(&["create", "token", "runner", "--namespace", NAMESPACE]).await;
+    stage
+        .fill("asked", &json!({"replicas": 1, "source": source}))
+        .await?;
+    let token = stage
+        .kubectl(&["create", "token", "runner", "--namespace", NAMESPACE])
+        .await;
     assert!(token.is_err(), "no account of this name is there yet");
-    stage.kubectl(&["create", "serviceaccount", "runner"]).await?;
+    stage
+        .kubectl(&["create", "serviceaccount", "runner"])
+        .await?;
     let token = stage.kubectl(&["create", "token", "runner"]).await?;
     let directory = tempfile::tempdir()?;
     let ca = directory.path().join("ca.crt");
-    let bundle = ["get", "configmap", "branchpool-ca", "--namespace", AGENTS, "--output=jsonpath={.data.ca\\.crt}"];
+    let bundle = [
+        "get",
+        "configmap",
+        "branchpool-ca",
+        "--namespace",
+        AGENTS,
+        "--output=jsonpath={.data.ca\\.crt}",
+    ];
     std::fs::write(&ca, stage.kubectl(&bundle).await?)?;
     let (leader, _) = stage.leader().await?;
     let mut forward = stage.cluster.command("kubectl");
     forward
-        .args(["port-forward", "--namespace", SYSTEM, &format!("pod/{leader}"), ":8443"])
+        .args([
+            "port-forward",
+            "--namespace",
+            SYSTEM,
+            &format!("pod/{leader}"),
+            ":8443",
+        ])
         .stdout(Stdio::piped())
         .kill_on_drop(true);
     let mut forward = forward.spawn()?;
     let mut lines = BufReader::new(forward.stdout.take().unwrap()).lines();
     let line = lines.next_line().await?.ok_or("kubectl forwards no port")?;
-    let port = line.split([':', ' ']).find(|part| part.parse::<u16>().is_ok()).ok_or(line.clone())?;
+    let port = line
+        .split([':', ' '])
+        .find(|part| part.parse::<u16>().is_ok())
+        .ok_or(line.clone())?;
     let ask = async |body: &str| -> Result<Value, Failed> {
         let host = "branchpool-operator.branchpool-system.svc";
         let mut curl = Command::new("curl");
@@ -54,29 +76,55 @@ pub(crate) async fn the_lease_api_answers_with_a_connection(stage: &mut Stage) -
             .arg("--cacert")
             .arg(&ca)
             .args(["--connect-to", &format!("{host}:443:127.0.0.1:{port}")])
-            .args(["--header", &format!("authorization: Bearer {}", token.trim()), "--data", body])
-            .arg(format!("https://{host}/v1/namespaces/{NAMESPACE}/pools/asked/leases"));
+            .args([
+                "--header",
+                &format!("authorization: Bearer {}", token.trim()),
+                "--data",
+                body,
+            ])
+            .arg(format!(
+                "https://{host}/v1/namespaces/{NAMESPACE}/pools/asked/leases"
+            ));
         Ok(serde_json::from_str(&run(curl).await?)?)
     };
     let body = r#"{"name": "asked", "ttl": "10m"}"#;
     let refused = ask(body).await?;
     assert_eq!(refused["status"], 403, "{refused}");
     let grant = [
-        &["create", "rolebinding", "runner", "--serviceaccount=default:runner"][..],
+        &[
+            "create",
+            "rolebinding",
+            "runner",
+            "--serviceaccount=default:runner",
+        ][..],
         &["--clusterrole=branchpool-edit"],
     ]
     .concat();
     stage.kubectl(&grant).await?;
     let granted = eventually("the account may lease", async || {
-        ask(body).await.ok().filter(|answer| answer["uri"].is_string())
+        ask(body)
+            .await
+            .ok()
+            .filter(|answer| answer["uri"].is_string())
     })
     .await?;
-    assert_eq!(psql(granted["uri"].as_str().unwrap(), "SELECT 40 + 2").await?, "42");
-    assert_eq!(ask(body).await?["uid"], granted["uid"], "the name is the key of a retry");
+    assert_eq!(
+        psql(granted["uri"].as_str().unwrap(), "SELECT 40 + 2").await?,
+        "42"
+    );
+    assert_eq!(
+        ask(body).await?["uid"],
+        granted["uid"],
+        "the name is the key of a retry"
+    );
     forward.kill().await?;
     stage.release("asked").await?;
     stage.nothing_leased().await?;
-    for object in ["rolebinding/runner", "serviceaccount/runner", "configmap/schema"] {
+    for object in [
+        "rolebinding/runner",
+        "serviceaccount/runner",
+        "configmap/schema",
+    ] {
         stage.kubectl(&["delete", object]).await?;
     }
     stage.drop_pool("asked").await
@@ -84,8 +132,12 @@ pub(crate) async fn the_lease_api_answers_with_a_connection(stage: &mut Stage) -
 
 pub(crate) async fn an_expired_lease_is_collected(stage: &mut Stage) -> Done {
     let terms = json!({"retainFinished": "1s"});
-    stage.fill("short", &json!({"replicas": 1, "lease": terms})).await?;
-    stage.create_lease("brief", &json!({"poolRef": {"name": "short"}, "ttl": "2s"})).await?;
+    stage
+        .fill("short", &json!({"replicas": 1, "lease": terms}))
+        .await?;
+    stage
+        .create_lease("brief", &json!({"poolRef": {"name": "short"}, "ttl": "2s"}))
+        .await?;
     stage.wait("delete", &["branchlease/brief"]).await?;
     stage.nothing_leased().await?;
     stage.drop_pool("short").await
@@ -93,10 +145,22 @@ pub(crate) async fn an_expired_lease_is_collected(stage: &mut Stage) -> Done {
 
 /// With the accounts' real tokens.
 pub(crate) async fn accounts_reach_nothing_else(stage: &mut Stage) -> Done {
-    let foreign = ["create", "secret", "generic", "theirs", "--from-literal=word=known"];
+    let foreign = [
+        "create",
+        "secret",
+        "generic",
+        "theirs",
+        "--from-literal=word=known",
+    ];
     stage.kubectl(&foreign).await?;
     let operator = stage
-        .kubectl(&["create", "token", "branchpool-operator", "--namespace", SYSTEM])
+        .kubectl(&[
+            "create",
+            "token",
+            "branchpool-operator",
+            "--namespace",
+            SYSTEM,
+        ])
         .await?;
     let namespace = format!("--namespace={NAMESPACE}");
     for attempt in [
@@ -127,7 +191,16 @@ pub(crate) async fn accounts_reach_nothing_else(stage: &mut Stage) -> Done {
     }
     // The one that it has is for the operator alone.
     for pod in stage.agents().await?.values() {
-        let read = ["exec", "--namespace", AGENTS, pod, "--container=agent", "--", "cat", "/var/run/secrets/branchpool/token"];
+        let read = [
+            "exec",
+            "--namespace",
+            AGENTS,
+            pod,
+            "--container=agent",
+            "--",
+            "cat",
+            "/var/run/secrets/branchpool/token",
+        ];
         let token = stage.kubectl(&read).await?;
         refused(stage, &token, &["get", "pods", &namespace], "nauthorized").await?;
     }
@@ -135,13 +208,24 @@ pub(crate) async fn accounts_reach_nothing_else(stage: &mut Stage) -> Done {
 }
 
 async fn refused(stage: &Stage, token: &str, attempt: &[&str], how: &str) -> Done {
-    let server = ["config", "view", "--minify", "--output=jsonpath={.clusters[0].cluster.server}"];
+    let server = [
+        "config",
+        "view",
+        "--minify",
+        "--output=jsonpath={.clusters[0].cluster.server}",
+    ];
     let server = stage.kubectl(&server).await?;
     let mut command = stage.cluster.command("kubectl");
     // Without the administrator's certificate, which would win over a token.
     command
         .env("KUBECONFIG", "/dev/null")
-        .args(["--insecure-skip-tls-verify", "--server", server.trim(), "--token", token.trim()])
+        .args([
+            "--insecure-skip-tls-verify",
+            "--server",
+            server.trim(),
+            "--token",
+            token.trim(),
+        ])
         .args(attempt);
     let why = match run(command).await {
         Ok(printed) => return Err(format!("{attempt:?} was allowed: {printed}").into()),
@@ -168,21 +252,32 @@ pub(crate) async fn every_granted_verb_is_used(stage: &mut Stage) -> Done {
                 part => format!("{}/{part}", of("resource")),
             };
             let verb = event["verb"].as_str().unwrap_or_default();
-            [name(verb, of("apiGroup"), &resource, ""), name(verb, of("apiGroup"), &resource, of("name"))]
+            [
+                name(verb, of("apiGroup"), &resource, ""),
+                name(verb, of("apiGroup"), &resource, of("name")),
+            ]
         })
         .collect();
     let granted = granted(stage).await?;
     assert!(granted.len() > 15, "{granted:?}");
-    let mut unused: Vec<_> = granted.iter().filter(|grant| !used.contains(*grant)).collect();
+    let mut unused: Vec<_> = granted
+        .iter()
+        .filter(|grant| !used.contains(*grant))
+        .collect();
     unused.retain(|grant| !SELDOM.contains(&grant.as_str()));
-    assert!(unused.is_empty(), "granted, and used by nothing: {unused:?}");
+    assert!(
+        unused.is_empty(),
+        "granted, and used by nothing: {unused:?}"
+    );
     Ok(())
 }
 
 async fn granted(stage: &Stage) -> Result<BTreeSet<String>, Failed> {
     let client = stage.cluster.client();
-    let ours = ListParams::default().labels("app.kubernetes.io/instance=branchpool,app.kubernetes.io/component=operator");
-    let operators = |name: Option<&String>| name.is_some_and(|name| name.starts_with("branchpool-operator"));
+    let ours = ListParams::default()
+        .labels("app.kubernetes.io/instance=branchpool,app.kubernetes.io/component=operator");
+    let operators =
+        |name: Option<&String>| name.is_some_and(|name| name.starts_with("branchpool-operator"));
     let mut rules: Vec<PolicyRule> = Vec::new();
     for role in Api::<ClusterRole>::all(client.clone()).list(&ours).await? {
         if operators(role.metadata.name.as_ref()) {
@@ -198,7 +293,11 @@ async fn granted(stage: &Stage) -> Result<BTreeSet<String>, Failed> {
         for group in rule.api_groups.iter().flatten() {
             for resource in rule.resources.iter().flatten() {
                 for object in &names {
-                    granted.extend(rule.verbs.iter().map(|verb| name(verb, group, resource, object)));
+                    granted.extend(
+                        rule.verbs
+                            .iter()
+                            .map(|verb| name(verb, group, resource, object)),
+                    );
                 }
             }
         }
@@ -207,7 +306,15 @@ async fn granted(stage: &Stage) -> Result<BTreeSet<String>, Failed> {
 }
 
 fn name(verb: &str, group: &str, resource: &str, object: &str) -> String {
-    let group = if group.is_empty() { String::new() } else { format!(".{group}") };
-    let object = if object.is_empty() { String::new() } else { format!("[{object}]") };
+    let group = if group.is_empty() {
+        String::new()
+    } else {
+        format!(".{group}")
+    };
+    let object = if object.is_empty() {
+        String::new()
+    } else {
+        format!("[{object}]")
+    };
     format!("{verb} {resource}{group}{object}")
 }

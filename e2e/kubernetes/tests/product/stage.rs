@@ -10,8 +10,8 @@ use branchpool_crds::{BranchLease, BranchNode, BranchPool, LeasePhase};
 use branchpool_e2e_kubernetes::{Cluster, Own};
 use k8s_openapi::{
     api::{
-        core::v1::{Pod, Secret},
         coordination::v1::Lease,
+        core::v1::{Pod, Secret},
     },
     apimachinery::pkg::apis::meta::v1::Condition,
 };
@@ -72,7 +72,8 @@ impl Stage {
 
     pub(crate) async fn wait(&self, what: &str, objects: &[&str]) -> Result<String, Failed> {
         let what = format!("--for={what}");
-        self.kubectl(&[&["wait", WAIT, &what], objects].concat()).await
+        self.kubectl(&[&["wait", WAIT, &what], objects].concat())
+            .await
     }
 
     /// In bash at the root of the checkout, as a reader would type it, with kubectl on the PATH.
@@ -84,7 +85,10 @@ impl Stage {
             .args(["-euo", "pipefail", "-c", script])
             .current_dir(root())
             .env("KUBECONFIG", self.cluster.kubeconfig())
-            .env("PATH", format!("{}:{system}", kubectl.parent().unwrap().display()));
+            .env(
+                "PATH",
+                format!("{}:{system}", kubectl.parent().unwrap().display()),
+            );
         run(command).await
     }
 
@@ -162,7 +166,8 @@ impl Stage {
 
     pub(crate) async fn bind(&self, name: &str, spec: &Value) -> Result<BranchLease, Failed> {
         self.create_lease(name, spec).await?;
-        self.wait("condition=Ready", &[&format!("branchlease/{name}")]).await?;
+        self.wait("condition=Ready", &[&format!("branchlease/{name}")])
+            .await?;
         Ok(self.leases().get(name).await?)
     }
 
@@ -191,7 +196,10 @@ impl Stage {
     pub(crate) async fn agents(&self) -> Result<BTreeMap<String, String>, Failed> {
         let ours = ListParams::default().labels("app.kubernetes.io/component=agent");
         let pods = self.agent_pods().list(&ours).await?;
-        let running = pods.items.into_iter().filter(|pod| pod.metadata.deletion_timestamp.is_none());
+        let running = pods
+            .items
+            .into_iter()
+            .filter(|pod| pod.metadata.deletion_timestamp.is_none());
         Ok(running
             .filter_map(|pod| Some((pod.spec.as_ref()?.node_name.clone()?, pod.name_any())))
             .collect())
@@ -199,7 +207,15 @@ impl Stage {
 
     async fn ask(&self, pod: &str, what: &[&str]) -> Result<Value, Failed> {
         let command = [
-            &["exec", "--namespace", AGENTS, pod, "--container=agent", "--", "kubectl-branch"][..],
+            &[
+                "exec",
+                "--namespace",
+                AGENTS,
+                pod,
+                "--container=agent",
+                "--",
+                "kubectl-branch",
+            ][..],
             &["--server=unix:/run/branchpool/agent.sock"],
             what,
             &["--output=json"],
@@ -249,7 +265,12 @@ impl Stage {
     }
 
     /// A condition of a BranchNode.
-    pub(crate) async fn node_ready(&self, node: &str, status: &str, reason: &str) -> Result<String, Failed> {
+    pub(crate) async fn node_ready(
+        &self,
+        node: &str,
+        status: &str,
+        reason: &str,
+    ) -> Result<String, Failed> {
         let api: Api<BranchNode> = Api::all(self.cluster.client());
         eventually(&format!("{node} is Ready={status}, {reason}"), async || {
             let node = api.get(node).await.ok()?;
@@ -276,17 +297,40 @@ impl Stage {
             &["get", "bp,bl,bn", "-A", "-o", "wide"],
             &["get", "nodes"],
             &["get", "events", "-A"],
-            &["logs", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator", "--tail=60", "--prefix"],
-            &["logs", "-n", AGENTS, "-l", "app.kubernetes.io/component=agent", "--tail=30", "--prefix"],
+            &[
+                "logs",
+                "-n",
+                SYSTEM,
+                "-l",
+                "app.kubernetes.io/component=operator",
+                "--tail=60",
+                "--prefix",
+            ],
+            &[
+                "logs",
+                "-n",
+                AGENTS,
+                "-l",
+                "app.kubernetes.io/component=agent",
+                "--tail=30",
+                "--prefix",
+            ],
         ] {
             let said = self.kubectl(arguments).await;
-            println!("kubectl {}:\n{}", arguments.join(" "), said.unwrap_or_else(|why| format!("{why:?}")));
+            println!(
+                "kubectl {}:\n{}",
+                arguments.join(" "),
+                said.unwrap_or_else(|why| format!("{why:?}"))
+            );
         }
     }
 }
 
 pub(crate) fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .nth(2)
+        .unwrap()
 }
 
 pub(crate) fn path(below: &str) -> String {
@@ -296,36 +340,65 @@ pub(crate) fn path(below: &str) -> String {
 pub(crate) async fn psql(connection: &str, sql: &str) -> Result<String, Failed> {
     let mut command = Command::new("psql");
     command
-        .args(["--no-psqlrc", "-qAt", "-v", "ON_ERROR_STOP=1", connection, "-c", sql])
+        .args([
+            "--no-psqlrc",
+            "-qAt",
+            "-v",
+            "ON_ERROR_STOP=1",
+            connection,
+            "-c",
+            sql,
+        ])
         .env("PGCONNECT_TIMEOUT", "10");
     Ok(run(command).await?.trim().to_owned())
 }
 
 /// What it printed; its complaints when it failed.
 pub(crate) async fn run(mut command: Command) -> Result<String, Failed> {
-    let output = command.stdin(std::process::Stdio::null()).kill_on_drop(true).output().await?;
+    let output = command
+        .stdin(std::process::Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{:?} ended with {}: {error}", command.as_std(), output.status).into());
+        return Err(format!(
+            "{:?} ended with {}: {error}",
+            command.as_std(),
+            output.status
+        )
+        .into());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 pub(crate) fn condition(conditions: &[Condition], kind: &str) -> Option<Condition> {
-    conditions.iter().find(|condition| condition.type_ == kind).cloned()
+    conditions
+        .iter()
+        .find(|condition| condition.type_ == kind)
+        .cloned()
 }
 
 pub(crate) fn phase(lease: &BranchLease) -> LeasePhase {
-    lease.status.as_ref().map(|status| status.phase).unwrap_or_default()
+    lease
+        .status
+        .as_ref()
+        .map(|status| status.phase)
+        .unwrap_or_default()
 }
 
 pub(crate) fn node_of(lease: &BranchLease) -> String {
     let status = lease.status.as_ref();
-    status.and_then(|status| status.node.clone()).expect("a bound lease should name its node")
+    status
+        .and_then(|status| status.node.clone())
+        .expect("a bound lease should name its node")
 }
 
 /// The world outside moves by itself; nobody tells of it in one place.
-pub(crate) async fn eventually<T>(what: &str, look: impl AsyncFn() -> Option<T>) -> Result<T, Failed> {
+pub(crate) async fn eventually<T>(
+    what: &str,
+    look: impl AsyncFn() -> Option<T>,
+) -> Result<T, Failed> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         if let Some(seen) = look().await {

@@ -9,26 +9,45 @@ use serde_json::json;
 use crate::stage::{AGENTS, Done, SYSTEM, Stage, eventually, node_of, phase, run};
 
 pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) -> Done {
-    stage.fill("few", &json!({"replicas": 2, "maxBranches": 2})).await?;
+    stage
+        .fill("few", &json!({"replicas": 2, "maxBranches": 2}))
+        .await?;
     for name in ["first", "second"] {
-        stage.bind(name, &json!({"poolRef": {"name": "few"}})).await?;
+        stage
+            .bind(name, &json!({"poolRef": {"name": "few"}}))
+            .await?;
     }
     let waiting = ["third", "fourth", "fifth"];
     for name in waiting {
-        stage.create_lease(name, &json!({"poolRef": {"name": "few"}})).await?;
+        stage
+            .create_lease(name, &json!({"poolRef": {"name": "few"}}))
+            .await?;
         stage.lease_ready(name, "False", "Queued").await?;
     }
     let (leader, epoch) = stage.leader().await?;
     stage
-        .kubectl(&["delete", "pod", "--namespace", SYSTEM, &leader, "--grace-period=0", "--force"])
+        .kubectl(&[
+            "delete",
+            "pod",
+            "--namespace",
+            SYSTEM,
+            &leader,
+            "--grace-period=0",
+            "--force",
+        ])
         .await?;
     for name in ["first", "second"] {
         stage.release(name).await?;
     }
     for name in &waiting[..2] {
-        stage.wait("condition=Ready", &[&format!("branchlease/{name}")]).await?;
+        stage
+            .wait("condition=Ready", &[&format!("branchlease/{name}")])
+            .await?;
     }
-    assert!(stage.leader().await?.1 > epoch, "another term of another leader");
+    assert!(
+        stage.leader().await?.1 > epoch,
+        "another term of another leader"
+    );
     let held = stage.held().await?;
     let bound = held.iter().filter(|lease| lease["phase"] == "Bound");
     assert_eq!(bound.count(), 2, "{held:?}");
@@ -45,20 +64,32 @@ pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) ->
 pub(crate) async fn what_ends_while_no_operator_runs_is_noticed(stage: &mut Stage) -> Done {
     for (pool, lease) in [("stays", "left"), ("goes", "orphan")] {
         stage.fill(pool, &json!({"replicas": 1})).await?;
-        stage.bind(lease, &json!({"poolRef": {"name": pool}})).await?;
+        stage
+            .bind(lease, &json!({"poolRef": {"name": pool}}))
+            .await?;
     }
     let scale = async |replicas: &str| {
         let replicas = format!("--replicas={replicas}");
         let deployment = "deployment/branchpool-operator";
-        stage.kubectl(&["scale", "--namespace", SYSTEM, deployment, &replicas]).await
+        stage
+            .kubectl(&["scale", "--namespace", SYSTEM, deployment, &replicas])
+            .await
     };
     scale("0").await?;
-    let pods = ["pod", "--namespace", SYSTEM, "--selector=app.kubernetes.io/component=operator"];
+    let pods = [
+        "pod",
+        "--namespace",
+        SYSTEM,
+        "--selector=app.kubernetes.io/component=operator",
+    ];
     stage.wait("delete", &pods).await?;
     for lease in ["left", "orphan"] {
         stage.release(lease).await?;
     }
-    stage.pools().delete("goes", &DeleteParams::default()).await?;
+    stage
+        .pools()
+        .delete("goes", &DeleteParams::default())
+        .await?;
     scale("2").await?;
     stage.nothing_leased().await?;
     stage.full("stays", 1).await?;
@@ -67,15 +98,23 @@ pub(crate) async fn what_ends_while_no_operator_runs_is_noticed(stage: &mut Stag
 
 pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) -> Done {
     stage.fill("kept", &json!({"replicas": 2})).await?;
-    let lease = stage.bind("held", &json!({"poolRef": {"name": "kept"}})).await?;
-    stage.psql("held", "INSERT INTO notes VALUES ('before the kill')").await?;
+    let lease = stage
+        .bind("held", &json!({"poolRef": {"name": "kept"}}))
+        .await?;
+    stage
+        .psql("held", "INSERT INTO notes VALUES ('before the kill')")
+        .await?;
     let (node, url) = (node_of(&lease), stage.entry("held", "DATABASE_URL").await?);
     let pod = stage.agents().await?[&node].clone();
     let pods = stage.agent_pods();
     let container = async || {
         let status = pods.get(&pod).await.ok()?.status?;
         let container = status.container_statuses?.into_iter().next()?;
-        Some((container.restart_count, container.container_id?, container.ready))
+        Some((
+            container.restart_count,
+            container.container_id?,
+            container.ready,
+        ))
     };
     let (restarts, id, _) = container().await.unwrap();
     let Some(own) = stage.hands("its containers are not the harness's to kill") else {
@@ -84,7 +123,15 @@ pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) 
     let node = own.nodes.iter().find(|one| one.name() == node).unwrap();
     let mut kill = node.command("ctr");
     let id = id.trim_start_matches("containerd://").to_owned();
-    kill.args(["--namespace", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", &id]);
+    kill.args([
+        "--namespace",
+        "k8s.io",
+        "tasks",
+        "kill",
+        "--signal",
+        "SIGKILL",
+        &id,
+    ]);
     run(kill).await?;
     eventually("the agent's container runs again", async || {
         let (count, _, ready) = container().await?;
@@ -104,18 +151,29 @@ pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) 
 }
 
 pub(crate) async fn a_cordoned_node_keeps_its_leases(stage: &mut Stage) -> Done {
-    stage.fill("moved", &json!({"replicas": 4, "maxBranches": 8})).await?;
-    let lease = stage.bind("held", &json!({"poolRef": {"name": "moved"}})).await?;
+    stage
+        .fill("moved", &json!({"replicas": 4, "maxBranches": 8}))
+        .await?;
+    let lease = stage
+        .bind("held", &json!({"poolRef": {"name": "moved"}}))
+        .await?;
     let node = node_of(&lease);
-    stage.psql("held", "INSERT INTO notes VALUES ('on a cordoned node')").await?;
+    stage
+        .psql("held", "INSERT INTO notes VALUES ('on a cordoned node')")
+        .await?;
     stage.kubectl(&["cordon", &node]).await?;
     stage.node_ready(&node, "False", "Cordoned").await?;
     stage.full("moved", 4).await?;
     for name in ["next", "after"] {
-        let other = stage.bind(name, &json!({"poolRef": {"name": "moved"}})).await?;
+        let other = stage
+            .bind(name, &json!({"poolRef": {"name": "moved"}}))
+            .await?;
         assert_ne!(node_of(&other), node, "nothing new on a cordoned node");
     }
-    assert_eq!(stage.psql("held", "SELECT body FROM notes").await?, "on a cordoned node");
+    assert_eq!(
+        stage.psql("held", "SELECT body FROM notes").await?,
+        "on a cordoned node"
+    );
     stage.kubectl(&["uncordon", &node]).await?;
     stage.node_ready(&node, "True", "").await?;
     for name in ["held", "next", "after"] {
@@ -127,24 +185,38 @@ pub(crate) async fn a_cordoned_node_keeps_its_leases(stage: &mut Stage) -> Done 
 }
 
 pub(crate) async fn a_node_is_cut_off_and_comes_back(stage: &mut Stage) -> Done {
-    if stage.hands("its network is not the harness's to cut").is_none() {
+    if stage
+        .hands("its network is not the harness's to cut")
+        .is_none()
+    {
         return Ok(());
     }
     stage.fill("far", &json!({"replicas": 4})).await?;
     let lease = lease_on(stage, "far", 1).await?;
-    stage.psql(&lease, "INSERT INTO notes VALUES ('before the cut')").await?;
+    stage
+        .psql(&lease, "INSERT INTO notes VALUES ('before the cut')")
+        .await?;
     connect(stage, false).await?;
     let name = node_name(stage);
-    let told = stage.node_ready(&name, "Unknown", "AgentUnreachable").await?;
+    let told = stage
+        .node_ready(&name, "Unknown", "AgentUnreachable")
+        .await?;
     assert!(told.contains("the agent does not answer"), "{told}");
-    stage.lease_ready(&lease, "Unknown", "NodeUnreachable").await?;
+    stage
+        .lease_ready(&lease, "Unknown", "NodeUnreachable")
+        .await?;
     // The other node goes on.
-    let near = stage.bind("near", &json!({"poolRef": {"name": "far"}})).await?;
+    let near = stage
+        .bind("near", &json!({"poolRef": {"name": "far"}}))
+        .await?;
     assert_ne!(node_of(&near), name);
     connect(stage, true).await?;
     stage.node_ready(&name, "True", "").await?;
     stage.lease_ready(&lease, "True", "").await?;
-    assert_eq!(stage.psql(&lease, "SELECT body FROM notes").await?, "before the cut");
+    assert_eq!(
+        stage.psql(&lease, "SELECT body FROM notes").await?,
+        "before the cut"
+    );
     release_all(stage).await?;
     stage.full("far", 4).await?;
     stage.drop_pool("far").await
@@ -152,7 +224,10 @@ pub(crate) async fn a_node_is_cut_off_and_comes_back(stage: &mut Stage) -> Done 
 
 /// The Node object is deleted, as a cloud does with a machine that is gone; then the machine comes again.
 pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
-    if stage.hands("its nodes are not the harness's to remove").is_none() {
+    if stage
+        .hands("its nodes are not the harness's to remove")
+        .is_none()
+    {
         return Ok(());
     }
     stage.fill("leaving", &json!({"replicas": 4})).await?;
@@ -162,20 +237,34 @@ pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
     connect(stage, false).await?;
     let nodes: Api<Node> = Api::all(stage.cluster.client());
     nodes.delete(&name, &DeleteParams::default()).await?;
-    stage.wait("delete", &[&format!("branchnode/{name}")]).await?;
+    stage
+        .wait("delete", &[&format!("branchnode/{name}")])
+        .await?;
     eventually("the lease is Lost", async || {
         let lease = stage.leases().get(&lease).await.ok()?;
         (phase(&lease) == LeasePhase::Lost).then_some(())
     })
     .await?;
     stage.lease_ready(&lease, "False", "NodeGone").await?;
-    assert!(stage.secrets().get_opt(&lease).await?.is_none(), "the Secret goes first");
+    assert!(
+        stage.secrets().get_opt(&lease).await?.is_none(),
+        "the Secret goes first"
+    );
     stage.full("leaving", 4).await?;
     connect(stage, true).await?;
     stage.hands("").unwrap().nodes[1].run().await?;
     stage.wait("create", &[&format!("node/{name}")]).await?;
-    stage.wait("condition=Ready", &[&format!("node/{name}")]).await?;
-    let rollout = ["rollout", "status", "--namespace", AGENTS, "daemonset/branchpool-agent", "--timeout=180s"];
+    stage
+        .wait("condition=Ready", &[&format!("node/{name}")])
+        .await?;
+    let rollout = [
+        "rollout",
+        "status",
+        "--namespace",
+        AGENTS,
+        "daemonset/branchpool-agent",
+        "--timeout=180s",
+    ];
     eventually("the agent's Pod is there", async || {
         stage.agents().await.ok()?.contains_key(&name).then_some(())
     })
@@ -201,7 +290,9 @@ async fn lease_on(stage: &mut Stage, pool: &str, index: usize) -> Result<String,
     let wanted = stage.hands("").unwrap().nodes[index].name().to_owned();
     for number in 0..4 {
         let name = format!("try-{number}");
-        let lease = stage.bind(&name, &json!({"poolRef": {"name": pool}})).await?;
+        let lease = stage
+            .bind(&name, &json!({"poolRef": {"name": pool}}))
+            .await?;
         if node_of(&lease) == wanted {
             return Ok(name);
         }

@@ -14,26 +14,45 @@ pub(crate) async fn an_upgrade_keeps_what_is_leased(stage: &mut Stage) -> Done {
     let older = older.path().display().to_string();
     stage.helm(&["upgrade", "branchpool", &older], true).await?;
     stage.fill("upgraded", &json!({"replicas": 2})).await?;
-    stage.bind("held", &json!({"poolRef": {"name": "upgraded"}})).await?;
-    stage.psql("held", "INSERT INTO notes VALUES ('of the older version')").await?;
+    stage
+        .bind("held", &json!({"poolRef": {"name": "upgraded"}}))
+        .await?;
+    stage
+        .psql("held", "INSERT INTO notes VALUES ('of the older version')")
+        .await?;
     let url = stage.entry("held", "DATABASE_URL").await?;
     let explain = ["explain", "branchlease.spec.priority"];
-    eventually("the older definition is served", async || stage.kubectl(&explain).await.err()).await?;
+    eventually("the older definition is served", async || {
+        stage.kubectl(&explain).await.err()
+    })
+    .await?;
 
     let chart = path("charts/branchpool");
     // A new Pod of each agent too.
-    let newer = ["upgrade", "branchpool", &chart, "--set=agent.podAnnotations.version=newer"];
+    let newer = [
+        "upgrade",
+        "branchpool",
+        &chart,
+        "--set=agent.podAnnotations.version=newer",
+    ];
     stage.helm(&newer, true).await?;
     rolled_out(stage).await?;
-    eventually("the newer definition is served", async || stage.kubectl(&explain).await.ok()).await?;
+    eventually("the newer definition is served", async || {
+        stage.kubectl(&explain).await.ok()
+    })
+    .await?;
     is_as_before(stage, &url).await?;
     stage.full("upgraded", 2).await
 }
 
 pub(crate) async fn a_new_installation_finds_what_is_there(stage: &mut Stage) -> Done {
     let url = stage.entry("held", "DATABASE_URL").await?;
-    stage.helm(&["uninstall", "branchpool", "--wait"], false).await?;
-    stage.wait("delete", &["pod", "--namespace", AGENTS, "--all"]).await?;
+    stage
+        .helm(&["uninstall", "branchpool", "--wait"], false)
+        .await?;
+    stage
+        .wait("delete", &["pod", "--namespace", AGENTS, "--all"])
+        .await?;
     assert!(stage.pools().get_opt("upgraded").await?.is_some());
     assert!(stage.leases().get_opt("held").await?.is_some());
     stage.install().await?;
@@ -46,7 +65,16 @@ pub(crate) async fn a_new_installation_finds_what_is_there(stage: &mut Stage) ->
 
 async fn rolled_out(stage: &Stage) -> Done {
     let daemons = "daemonset/branchpool-agent";
-    stage.kubectl(&["rollout", "status", "--namespace", AGENTS, daemons, "--timeout=180s"]).await?;
+    stage
+        .kubectl(&[
+            "rollout",
+            "status",
+            "--namespace",
+            AGENTS,
+            daemons,
+            "--timeout=180s",
+        ])
+        .await?;
     Ok(())
 }
 
@@ -65,7 +93,9 @@ async fn is_as_before(stage: &Stage, url: &str) -> Done {
 async fn older_chart() -> Result<tempfile::TempDir, Failed> {
     let directory = tempfile::tempdir()?;
     let mut copy = tokio::process::Command::new("cp");
-    copy.arg("-rT").arg(path("charts/branchpool")).arg(directory.path());
+    copy.arg("-rT")
+        .arg(path("charts/branchpool"))
+        .arg(directory.path());
     run(copy).await?;
     let file = directory.path().join(DEFINITION);
     let text = fs::read_to_string(&file)?;
