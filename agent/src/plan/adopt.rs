@@ -302,7 +302,7 @@ impl Node {
             if serves {
                 self.lease_times.insert((lease.deadline, uid.clone()));
                 effects.link(lease.endpoint, lease.branch);
-                self.clear_reason(&uid, now, effects);
+                self.tell_server(&uid, now, effects);
                 let Some(lease) = self.leases.get(&uid) else {
                     continue;
                 };
@@ -319,23 +319,28 @@ impl Node {
         }
     }
 
-    /// The server that was down when the journal was written may have come back since.
-    fn clear_reason(&mut self, uid: &LeaseUid, now: Now, effects: &mut Effects) {
+    /// The server may have come back since the journal was written, or be on its way.
+    fn tell_server(&mut self, uid: &LeaseUid, now: Now, effects: &mut Effects) {
         let Some(lease) = self.leases.get_mut(uid) else {
             return;
         };
         let state = self.branches.get(&lease.branch).map(|branch| &branch.state);
-        let is_up = matches!(
-            state,
-            Some(State::Leased {
-                server: Server::Running,
-                ..
-            })
-        );
-        if is_up && lease.reason.is_some() {
-            lease.reason = None;
-            lease.message = None;
-            effects.journal(Entry::Lease(uid.clone(), Box::new(lease.record(now))));
+        let Some(State::Leased { server, .. }) = state else {
+            return;
+        };
+        match server {
+            Server::Running if lease.reason.is_some() => {
+                lease.reason = None;
+                lease.message = None;
+                effects.journal(Entry::Lease(uid.clone(), Box::new(lease.record(now))));
+            }
+            Server::Down { .. } | Server::Restarting { .. } if lease.reason.is_none() => {
+                lease.reason = Some("Restarting".to_owned());
+                lease.message =
+                    Some("the server is being started again on the same data".to_owned());
+                effects.lease_changed(uid);
+            }
+            _ => {}
         }
     }
 }

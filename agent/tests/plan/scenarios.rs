@@ -227,9 +227,12 @@ fn a_parked_lease_survives_restart_and_reboot() {
     assert!(world.drained);
     assert_eq!(world.branches.len(), 1, "only the leased branch is kept");
     world.crash(0, true);
-    assert!(world.node.leases[&uid].is_bound());
+    let found = &world.node.leases[&uid];
+    assert!(found.is_bound());
+    assert_eq!(found.reason.as_deref(), Some("Restarting"));
     world.settle();
-    assert_eq!(world.node.leases[&uid].restarts, 1);
+    let found = &world.node.leases[&uid];
+    assert_eq!((found.restarts, found.reason.as_deref()), (1, None));
 }
 
 #[test]
