@@ -70,6 +70,9 @@ impl Machine {
         let record = Lease {
             password: None,
             ca: None,
+            // The watch does not tell these.
+            connections: None,
+            last_used_at: None,
             ..(*lease).clone()
         };
         entry.records.insert(node.clone(), record);

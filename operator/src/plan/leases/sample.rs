@@ -71,6 +71,8 @@ pub(crate) fn bound(id: &str, at: Millis) -> Lease {
         expires_at: at + 3_600_000,
         observed_reset_token: None,
         restarts: 0,
+        connections: None,
+        last_used_at: None,
     }
 }
 
@@ -139,5 +141,6 @@ pub(crate) fn node(name: &str) -> NodeStatus {
         session_driver: "native".into(),
         session_close_timeout_ms: 200,
         trust: None,
+        lease_activity: Vec::new(),
     }
 }
