@@ -192,7 +192,7 @@ pub(crate) async fn a_node_is_cut_off_and_comes_back(stage: &mut Stage) -> Done 
         return Ok(());
     }
     stage.fill("far", &json!({"replicas": 4})).await?;
-    let lease = lease_on(stage, "far", 1).await?;
+    let lease = lease_on_the_second(stage, "far").await?;
     stage
         .psql(&lease, "INSERT INTO notes VALUES ('before the cut')")
         .await?;
@@ -231,7 +231,7 @@ pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
         return Ok(());
     }
     stage.fill("leaving", &json!({"replicas": 4})).await?;
-    let lease = lease_on(stage, "leaving", 1).await?;
+    let lease = lease_on_the_second(stage, "leaving").await?;
     let name = node_name(stage);
     stage.hands("").unwrap().nodes[1].kubelet.kill().await?;
     connect(stage, false).await?;
@@ -285,19 +285,22 @@ fn node_name(stage: &mut Stage) -> String {
     stage.hands("").unwrap().nodes[1].name().to_owned()
 }
 
-/// A lease on a certain node: spread over both, the second one is.
-async fn lease_on(stage: &mut Stage, pool: &str, index: usize) -> Result<String, Failed> {
-    let wanted = stage.hands("").unwrap().nodes[index].name().to_owned();
-    for number in 0..4 {
-        let name = format!("try-{number}");
-        let lease = stage
-            .bind(&name, &json!({"poolRef": {"name": pool}}))
-            .await?;
-        if node_of(&lease) == wanted {
-            return Ok(name);
-        }
-    }
-    Err(format!("no branch of {pool} on {wanted}").into())
+/// A lease on the second node: the only one that may hold branches while it is bound.
+async fn lease_on_the_second(stage: &mut Stage, pool: &str) -> Result<String, Failed> {
+    let own = stage.hands("").unwrap();
+    let (first, second) = (
+        own.nodes[0].name().to_owned(),
+        own.nodes[1].name().to_owned(),
+    );
+    stage.kubectl(&["cordon", &first]).await?;
+    stage.node_ready(&first, "False", "Cordoned").await?;
+    let lease = stage
+        .bind("distant", &json!({"poolRef": {"name": pool}}))
+        .await?;
+    assert_eq!(node_of(&lease), second);
+    stage.kubectl(&["uncordon", &first]).await?;
+    stage.node_ready(&first, "True", "").await?;
+    Ok("distant".to_owned())
 }
 
 async fn release_all(stage: &Stage) -> Done {
