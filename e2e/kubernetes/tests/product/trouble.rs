@@ -97,6 +97,10 @@ pub(crate) async fn what_ends_while_no_operator_runs_is_noticed(stage: &mut Stag
 }
 
 pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) -> Done {
+    let what = "its containers are not the harness's to kill";
+    if stage.hands(what).is_none() {
+        return Ok(());
+    }
     stage.fill("kept", &json!({"replicas": 2})).await?;
     let lease = stage
         .bind("held", &json!({"poolRef": {"name": "kept"}}))
@@ -117,9 +121,7 @@ pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) 
         ))
     };
     let (restarts, id, _) = container().await.unwrap();
-    let Some(own) = stage.hands("its containers are not the harness's to kill") else {
-        return Ok(());
-    };
+    let own = stage.hands(what).unwrap();
     let node = own.nodes.iter().find(|one| one.name() == node).unwrap();
     let mut kill = node.command("ctr");
     let id = id.trim_start_matches("containerd://").to_owned();
