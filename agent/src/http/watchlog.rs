@@ -19,7 +19,7 @@ use tokio::{
 
 const RING_EVENTS: usize = 4096;
 const MAX_WATCHERS: usize = 64;
-const BOOKMARK_AFTER: Duration = Duration::from_secs(15);
+const BOOKMARK_AFTER: Duration = Duration::from_secs(5);
 /// When a refused watcher may try again; a watcher leaves when it likes.
 const RETRY_AFTER_MS: u64 = 5_000;
 
@@ -277,7 +277,7 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// The next event, a bookmark after 15 s without one (at once to who continues and missed nothing), or `None` when the log is closed. Safe to
+    /// The next event, a bookmark after 5 s without one (at once to who continues and missed nothing), or `None` when the log is closed. Safe to
     /// drop and call again.
     pub async fn next(&mut self) -> Option<Arc<WatchEvent>> {
         loop {

@@ -102,16 +102,10 @@ async fn up(name: &str, mut options: Options, empty: bool) -> Result<(), Error> 
     }
     println!("\nThe cluster runs until `make cluster-down`. To use it:\n");
     println!("    export KUBECONFIG={}", kubeconfig.display());
-    println!(
-        "    export PATH=\"{}:$PATH\"",
-        programs.directory().display()
-    );
+    println!("    export PATH=\"{}:$PATH\"", path(&programs));
     println!("    kubectl get nodes");
     if !empty {
         println!("    kubectl get branchpools");
-        println!(
-            "    kubectl apply -f examples/kubernetes/pool.yaml -f examples/kubernetes/lease.yaml"
-        );
         println!("    kubectl branch lease app --wait 1m -- psql -c 'SELECT * FROM notes'");
     }
     Ok(())

@@ -16,7 +16,7 @@ use super::{
 use crate::WatchEvent;
 
 /// Three bookmarks: an agent that is silent for longer is gone, whatever TCP still believes.
-const SILENCE: Duration = Duration::from_secs(45);
+const SILENCE: Duration = Duration::from_secs(15);
 
 /// Events of `GET /v1/watch`, in the order of their revisions.
 #[derive(Debug)]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
 mod examples;
+mod lease_api;
 mod many;
 mod rights;
 mod stage;
@@ -41,7 +42,7 @@ const TESTS: &[(&str, Test)] = tests![
     trouble::a_cordoned_node_keeps_its_leases,
     trouble::a_node_is_cut_off_and_comes_back,
     trouble::a_node_leaves_and_comes_back,
-    rights::the_lease_api_answers_with_a_connection,
+    lease_api::the_lease_api_answers_with_a_connection,
     rights::an_expired_lease_is_collected,
     rights::accounts_reach_nothing_else,
     upgrade::an_upgrade_keeps_what_is_leased,

@@ -1,17 +1,13 @@
 //! What accounts may do, and whether they need it.
 
-use std::{collections::BTreeSet, process::Stdio};
+use std::collections::BTreeSet;
 
 use k8s_openapi::api::rbac::v1::{ClusterRole, PolicyRule, Role};
 use kube::{Api, api::ListParams};
 use libtest_mimic::Failed;
-use serde_json::{Value, json};
-use tokio::{
-    io::{AsyncBufReadExt, BufReader},
-    process::Command,
-};
+use serde_json::json;
 
-use crate::stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, eventually, psql, run};
+use crate::stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, run};
 
 const OPERATOR: &str = "system:serviceaccount:branchpool-system:branchpool-operator";
 /// Only a CA that nears its end is replaced, and an Event is patched only when it is told again within minutes; tests of
@@ -21,114 +17,6 @@ const SELDOM: [&str; 3] = [
     "update configmaps[branchpool-ca]",
     "patch events.events.k8s.io",
 ];
-
-/// As docs/leases.md has it, through a port that kubectl forwards.
-pub(crate) async fn the_lease_api_answers_with_a_connection(stage: &mut Stage) -> Done {
-    let script = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "schema", "namespace": NAMESPACE},
-        "data": {"notes.sql": "CREATE TABLE notes (body text NOT NULL)"}});
-    stage.cluster.apply(&script.to_string()).await?;
-    let source = json!({"sql": {"configMapRef": {"name": "schema"}}});
-    stage
-        .fill("asked", &json!({"replicas": 1, "source": source}))
-        .await?;
-    let token = stage
-        .kubectl(&["create", "token", "runner", "--namespace", NAMESPACE])
-        .await;
-    assert!(token.is_err(), "no account of this name is there yet");
-    stage
-        .kubectl(&["create", "serviceaccount", "runner"])
-        .await?;
-    let token = stage.kubectl(&["create", "token", "runner"]).await?;
-    let directory = tempfile::tempdir()?;
-    let ca = directory.path().join("ca.crt");
-    let bundle = [
-        "get",
-        "configmap",
-        "branchpool-ca",
-        "--namespace",
-        AGENTS,
-        "--output=jsonpath={.data.ca\\.crt}",
-    ];
-    std::fs::write(&ca, stage.kubectl(&bundle).await?)?;
-    let (leader, _) = stage.leader().await?;
-    let mut forward = stage.cluster.command("kubectl");
-    forward
-        .args([
-            "port-forward",
-            "--namespace",
-            SYSTEM,
-            &format!("pod/{leader}"),
-            ":8443",
-        ])
-        .stdout(Stdio::piped())
-        .kill_on_drop(true);
-    let mut forward = forward.spawn()?;
-    let mut lines = BufReader::new(forward.stdout.take().unwrap()).lines();
-    let line = lines.next_line().await?.ok_or("kubectl forwards no port")?;
-    let port = line
-        .split([':', ' '])
-        .find(|part| part.parse::<u16>().is_ok())
-        .ok_or(line.clone())?;
-    let ask = async |body: &str| -> Result<Value, Failed> {
-        let host = "branchpool-operator.branchpool-system.svc";
-        let mut curl = Command::new("curl");
-        curl.args(["--silent", "--show-error", "--max-time", "60"])
-            .arg("--cacert")
-            .arg(&ca)
-            .args(["--connect-to", &format!("{host}:443:127.0.0.1:{port}")])
-            .args([
-                "--header",
-                &format!("authorization: Bearer {}", token.trim()),
-                "--data",
-                body,
-            ])
-            .arg(format!(
-                "https://{host}/v1/namespaces/{NAMESPACE}/pools/asked/leases"
-            ));
-        Ok(serde_json::from_str(&run(curl).await?)?)
-    };
-    let body = r#"{"name": "asked", "ttl": "10m"}"#;
-    let refused = ask(body).await?;
-    assert_eq!(refused["status"], 403, "{refused}");
-    let grant = [
-        &[
-            "create",
-            "rolebinding",
-            "runner",
-            "--serviceaccount=default:runner",
-        ][..],
-        &["--clusterrole=branchpool-edit"],
-    ]
-    .concat();
-    stage.kubectl(&grant).await?;
-    let granted = eventually("the account may lease", async || {
-        ask(body)
-            .await
-            .ok()
-            .filter(|answer| answer["uri"].is_string())
-    })
-    .await?;
-    assert_eq!(
-        psql(granted["uri"].as_str().unwrap(), "SELECT 40 + 2").await?,
-        "42"
-    );
-    assert_eq!(
-        ask(body).await?["uid"],
-        granted["uid"],
-        "the name is the key of a retry"
-    );
-    forward.kill().await?;
-    stage.release("asked").await?;
-    stage.nothing_leased().await?;
-    for object in [
-        "rolebinding/runner",
-        "serviceaccount/runner",
-        "configmap/schema",
-    ] {
-        stage.kubectl(&["delete", object]).await?;
-    }
-    stage.drop_pool("asked").await
-}
 
 pub(crate) async fn an_expired_lease_is_collected(stage: &mut Stage) -> Done {
     let terms = json!({"retainFinished": "1s"});
