@@ -23,7 +23,7 @@ use branchpool_agent_api::{
 use tempfile::TempDir;
 
 pub(crate) use self::{
-    processes::{cgroups, command_of, descendants, processes, send, wait_gone},
+    processes::{cgroups, command_of, descendants, parent_of, processes, send, wait_gone},
     sql::{ask, connect, connect_at},
 };
 
@@ -282,7 +282,13 @@ impl Node {
             .collect()
     }
 
+    /// A child that was forked just now still shows the command of its postmaster.
     fn is_postmaster(&self, pid: u32) -> bool {
+        self.has_its_command(pid)
+            && parent_of(pid).is_some_and(|parent| !self.has_its_command(parent))
+    }
+
+    fn has_its_command(&self, pid: u32) -> bool {
         let command = command_of(pid);
         command.contains("/postgres\0-D\0") && command.contains(&*self.dir.path().to_string_lossy())
     }

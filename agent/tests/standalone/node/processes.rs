@@ -48,6 +48,14 @@ pub(crate) fn command_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
 }
 
+/// `None` when it is gone.
+pub(crate) fn parent_of(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Name and state come before it.
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_whitespace().nth(1)?.parse().ok()
+}
+
 /// The directories of the node's cgroups, in all hierarchies.
 pub(crate) fn cgroups(node: &Node) -> Vec<PathBuf> {
     let root = node.image().parent().unwrap().join("root");
