@@ -6,8 +6,8 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::{
-    io::{AsyncBufReadExt, BufReader},
-    process::{Child, Command},
+    io::{AsyncBufReadExt, BufReader, Lines},
+    process::{Child, ChildStdout, Command},
 };
 
 use crate::stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, eventually, psql, run};
@@ -21,6 +21,8 @@ struct Caller {
     /// With the CA of the operator.
     directory: TempDir,
     forward: Child,
+    /// Whose end would end kubectl: it tells of each connection.
+    _said: Lines<BufReader<ChildStdout>>,
 }
 
 pub(crate) async fn the_lease_api_answers_with_a_connection(stage: &mut Stage) -> Done {
@@ -108,6 +110,7 @@ impl Caller {
             port: port.ok_or(line)?,
             directory,
             forward,
+            _said: lines,
         })
     }
 

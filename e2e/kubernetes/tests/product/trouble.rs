@@ -48,10 +48,11 @@ pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) ->
         (leases.len() == 3 && bound.count() == 2).then_some(())
     })
     .await?;
-    assert!(
-        stage.leader().await?.1 > epoch,
-        "another term of another leader"
-    );
+    eventually("another leads, in another term", async || {
+        let (pod, term) = stage.leader().await.ok()?;
+        (pod != leader && term > epoch).then_some(())
+    })
+    .await?;
     let held = stage.held().await?;
     let bound = held.iter().filter(|lease| lease["phase"] == "Bound");
     assert_eq!(bound.count(), 2, "{held:?}");
