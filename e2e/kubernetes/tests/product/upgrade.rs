@@ -102,7 +102,7 @@ async fn older_chart() -> Result<tempfile::TempDir, Failed> {
     let lines: Vec<_> = text.lines().collect();
     let start = lines
         .iter()
-        .position(|line| line.trim_end() == "                priority:")
+        .position(|line| line.trim_end() == "              priority:")
         .ok_or("the definition has no field priority at its usual depth")?;
     let depth = |line: &str| line.len() - line.trim_start().len();
     let length = lines[start + 1..]
