@@ -1,7 +1,10 @@
 //! An apiserver without nodes: what a controller's tests stand on. Needs root.
 #![allow(clippy::unwrap_used, reason = "in a test, unwrap is an assertion")]
 
-use std::process::Stdio;
+use std::{
+    process::Stdio,
+    time::{Duration, Instant},
+};
 
 use branchpool_e2e_kubernetes::{Api, space};
 
@@ -46,14 +49,24 @@ async fn with_crds() -> Api {
     api
 }
 
+/// What is served is documented some time later.
+async fn until_explained(api: &Api, field: &str) -> String {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        match kubectl(api, &["explain", field]).await {
+            Ok(explained) => return explained,
+            Err(error) => assert!(Instant::now() < end, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
 #[tokio::test]
 async fn serves_the_crds_and_their_rules() {
     let api = with_crds().await;
     let version = kubectl(&api, &["version"]).await.unwrap();
     assert!(version.contains("Server Version: v1.34.4"), "{version}");
-    let explained = kubectl(&api, &["explain", "branchpool.spec.source"])
-        .await
-        .unwrap();
+    let explained = until_explained(&api, "branchpool.spec.source").await;
     assert!(explained.contains("sql"), "{explained}");
 
     apply(&api, POOL).await.unwrap();
