@@ -21,7 +21,8 @@ use crate::{
     pki::{self, Pki},
     plan, ports,
     process::{self, Program},
-    programs::{self, Programs},
+    programs::Programs,
+    script,
     space::{self, Space},
     state::{self, State},
 };
@@ -29,7 +30,7 @@ use crate::{
 #[derive(Debug, Snafu)]
 pub enum Error {
     #[snafu(transparent)]
-    Programs { source: programs::Error },
+    Script { source: script::Error },
     #[snafu(transparent)]
     State { source: state::Error },
     #[snafu(transparent)]

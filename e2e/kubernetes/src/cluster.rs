@@ -16,13 +16,14 @@ use crate::{
     Api,
     api::{self, Endpoints, Handle, flag},
     cgroup,
-    images::{self, Images},
+    images::Images,
     network,
     node::{self, Node},
     pki,
     plan::{self, Addresses},
     process::{self, Program},
-    programs::{self, Programs},
+    programs::Programs,
+    script,
     space::{self, Space},
     state::{self, State},
 };
@@ -41,8 +42,6 @@ pub enum Error {
     #[snafu(transparent)]
     Api { source: api::Error },
     #[snafu(transparent)]
-    Images { source: images::Error },
-    #[snafu(transparent)]
     Node { source: node::Error },
     #[snafu(transparent)]
     Network { source: network::Error },
@@ -51,7 +50,7 @@ pub enum Error {
     #[snafu(transparent)]
     Process { source: process::Error },
     #[snafu(transparent)]
-    Programs { source: programs::Error },
+    Script { source: script::Error },
     #[snafu(transparent)]
     Space { source: space::Error },
     #[snafu(transparent)]

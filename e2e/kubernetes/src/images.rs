@@ -1,23 +1,8 @@
 //! The images that scripts/build-images makes.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    process::Stdio,
-};
+use std::path::PathBuf;
 
-use snafu::{ResultExt, Snafu, ensure};
-use tokio::process::Command;
-
-use crate::target;
-
-#[derive(Debug, Snafu)]
-pub enum Error {
-    #[snafu(display("cannot run {}", script.display()))]
-    Run { script: PathBuf, source: io::Error },
-    #[snafu(display("{} failed: see what it printed above", script.display()))]
-    Failed { script: PathBuf },
-}
+use crate::script;
 
 /// The directory of the images.
 #[derive(Clone, Debug)]
@@ -27,20 +12,9 @@ pub struct Images {
 
 impl Images {
     /// Builds what is missing or has changed.
-    pub async fn ready(names: &[&str]) -> Result<Self, Error> {
-        let script = target::checkout().join("scripts/build-images");
-        let output = Command::new(&script)
-            .args(names)
-            .stdin(Stdio::null())
-            .stderr(Stdio::inherit())
-            .output()
-            .await
-            .context(RunSnafu { script: &script })?;
-        ensure!(output.status.success(), FailedSnafu { script });
-        let printed = String::from_utf8_lossy(&output.stdout);
-        Ok(Self {
-            directory: Path::new(printed.trim()).to_owned(),
-        })
+    pub async fn ready(names: &[&str]) -> Result<Self, script::Error> {
+        let directory = script::build("build-images", names).await?;
+        Ok(Self { directory })
     }
 
     /// An OCI archive.

@@ -19,6 +19,7 @@ mod plan;
 mod ports;
 pub mod process;
 pub mod programs;
+pub mod script;
 pub mod space;
 pub mod state;
 mod target;

@@ -5,7 +5,7 @@ use std::{
     process::{ExitCode, Stdio},
 };
 
-use branchpool_e2e_kubernetes::{Options, cluster, detached, programs, space, state};
+use branchpool_e2e_kubernetes::{Options, cluster, detached, script, space, state};
 use clap::{Parser, Subcommand};
 use snafu::Snafu;
 use tokio::process::Command;
@@ -48,7 +48,7 @@ enum Error {
     #[snafu(transparent)]
     State { source: state::Error },
     #[snafu(transparent)]
-    Programs { source: programs::Error },
+    Script { source: script::Error },
     #[snafu(display("{what} failed; the cluster runs, `make cluster-down` removes it: {source}"))]
     Install {
         what: &'static str,
