@@ -197,6 +197,21 @@ impl Node {
         }
     }
 
+    /// Waits until this many links are there. A branch tells that it is ready before its link is
+    /// made; a lease of it is answered after.
+    pub(crate) fn wait_addresses(&self, count: usize) {
+        let directory = self.run_dir().join("e");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            let found = fs::read_dir(&directory).unwrap().count();
+            if found == count {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{found} addresses, not {count}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     pub(crate) fn manifest_dir(&self) -> PathBuf {
         self.dir.path().join("manifests")
     }
