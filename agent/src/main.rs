@@ -16,6 +16,11 @@ use branchpool_supervisor::{
 use branchpool_sys::chain;
 use clap::Parser;
 
+/// A lease is some dozens of short strings, made and dropped on both of its threads: a tenth less CPU
+/// time than with the system's allocator.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// sysexits.h: an internal failure, where a new try may help.
 const FAILURE: u8 = 1;
 

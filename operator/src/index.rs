@@ -197,7 +197,7 @@ impl Writer {
                 self.modify(node, |agent| drop(agent.pools.remove(&uid)));
                 AgentEvent::PoolGone(uid)
             }
-            Change::Lease(lease) => AgentEvent::Lease(lease),
+            Change::Lease(lease) => AgentEvent::Lease(Box::new(Arc::unwrap_or_clone(lease))),
             Change::LeaseGone { uid } => AgentEvent::LeaseGone(uid),
             Change::Bookmark => return None,
         })

@@ -1,6 +1,8 @@
 //! `GET /v1/watch`: newline-delimited JSON. The first line is a `Snapshot` unless `?since=REVISION`
 //! of the same `instance` can be continued; then come changes in order of their revisions.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Lease, NodeStatus, PoolStatus};
@@ -27,7 +29,7 @@ pub enum Change {
     PoolGone {
         uid: String,
     },
-    Lease(Box<Lease>),
+    Lease(Arc<Lease>),
     LeaseGone {
         uid: String,
     },

@@ -199,7 +199,7 @@ fn running(world: &World, records: &Records) -> BTreeMap<BranchId, Running> {
         if still {
             // One that somebody was given, though the journal does not know of it, is not to be
             // given to anybody else.
-            let unused = world.layout.branch_unused(id).exists();
+            let unused = world.unused.is(record.slot, id);
             let ready = unused && file.is_ready(file.pid);
             found.insert(
                 *id,

@@ -19,6 +19,7 @@ mod service;
 mod steps;
 mod stop;
 mod suspend;
+mod unused;
 mod world;
 
 use std::{
@@ -45,6 +46,7 @@ use self::{
     desired::Abilities,
     metrics::Metrics,
     publish::{Facts, Publisher},
+    unused::Unused,
     world::{Clock, Parts, World},
 };
 use crate::{
@@ -74,6 +76,14 @@ pub enum Error {
     Cgroup { source: cgroup::Error },
     #[snafu(display("{source}"))]
     Watcher { source: readiness::Error },
+    #[snafu(display(
+        "cannot open {}: {source}; is the run directory writable?",
+        path.display()
+    ))]
+    Unused {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
     #[snafu(display("{source}"))]
     Boot { source: boot::Error },
     #[snafu(display("the start was interrupted: {source}"), context(false))]
@@ -158,6 +168,8 @@ impl Engine {
         ));
         let sql = Sql::new(config.sql);
         let (hand_overs, handed_over) = hand_over::queue();
+        let path = config.layout.unused();
+        let unused = Unused::open(&path).context(UnusedSnafu { path })?;
         let world = Arc::new(World::new(Parts {
             clock: Clock::new(),
             branches: Branches::new(config.layout.clone(), key.clone()),
@@ -175,6 +187,7 @@ impl Engine {
             metrics: Metrics::new(sql.metrics().clone()),
             events: events.clone(),
             hand_overs,
+            unused,
             cgroups: cgroups.clone(),
             slots: config.limits.slots,
         }));

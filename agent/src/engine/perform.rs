@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use super::{
-    build, files,
+    build,
     hand_over::HandOver,
     steps::{self, Origin},
     stop, suspend,
@@ -164,7 +164,7 @@ fn hand_over(node: &Node, world: &World, branch: BranchId) {
         return;
     };
     // Before anybody hears of it.
-    if let Err(error) = files::absent(std::fs::remove_file(world.layout.branch_unused(&branch))) {
+    if let Err(error) = world.unused.end(state.slot) {
         tracing::warn!(%branch, %error, "the branch is still marked as unused");
     }
     world.addresses.offer_session(&branch);

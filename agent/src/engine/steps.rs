@@ -193,8 +193,15 @@ async fn launch(
         inside: user,
     });
     let target = mount.as_ref().map(|mount| mount.target.clone());
-    let prepared =
-        blocking(move || prepare(&layout, id, target.as_deref(), user, phase, &text)).await;
+    if phase == Phase::Warming {
+        world.unused.begin(slot, &id).map_err(|error| {
+            failure(
+                "StartFailed",
+                format!("it could not be marked as unused: {error}"),
+            )
+        })?;
+    }
+    let prepared = blocking(move || prepare(&layout, id, target.as_deref(), user, &text)).await;
     prepared
         .map_err(String::from)
         .and_then(|result| result.map_err(|error| error.to_string()))
@@ -338,7 +345,6 @@ fn prepare(
     id: BranchId,
     mount_target: Option<&Path>,
     user: User,
-    phase: Phase,
     config: &str,
 ) -> io::Result<()> {
     let run = layout.branch_run(&id);
@@ -354,9 +360,6 @@ fn prepare(
     )?;
     if let Some(target) = mount_target {
         files::make_dir(target, 0o711)?;
-    }
-    if phase == Phase::Warming {
-        files::replace(&layout.branch_unused(&id), "")?;
     }
     files::replace(&layout.branch_config(&id), config)
 }

@@ -16,7 +16,7 @@ use tokio::{
 
 use super::{
     addresses::Addresses, committer::Committer, desired::Settings, hand_over::HandOver,
-    metrics::Metrics, precedence::Precedence,
+    metrics::Metrics, precedence::Precedence, unused::Unused,
 };
 use crate::{
     golden::Facts,
@@ -102,6 +102,7 @@ pub(super) struct World {
     pub(super) authority: OnceLock<String>,
     events: mpsc::Sender<Event>,
     hand_overs: mpsc::UnboundedSender<HandOver>,
+    pub(super) unused: Unused,
     cgroups: Base,
     slots: u32,
     groups: Mutex<HashMap<String, Group>>,
@@ -130,6 +131,7 @@ pub(super) struct Parts {
     pub(super) metrics: Metrics,
     pub(super) events: mpsc::Sender<Event>,
     pub(super) hand_overs: mpsc::UnboundedSender<HandOver>,
+    pub(super) unused: Unused,
     pub(super) cgroups: Base,
     pub(super) slots: u32,
 }
@@ -162,6 +164,7 @@ impl World {
             authority: OnceLock::new(),
             events: parts.events,
             hand_overs: parts.hand_overs,
+            unused: parts.unused,
             cgroups: parts.cgroups,
             slots: parts.slots,
             groups: Mutex::default(),

@@ -45,7 +45,7 @@ struct State {
     ring: VecDeque<Arc<WatchEvent>>,
     node: NodeStatus,
     pools: BTreeMap<String, PoolStatus>,
-    leases: BTreeMap<String, Lease>,
+    leases: BTreeMap<String, Arc<Lease>>,
     closed: bool,
 }
 
@@ -120,11 +120,16 @@ impl WatchLog {
 
     pub fn lease(&self, lease: Lease) -> u64 {
         let mut state = self.state();
-        if state.leases.get(&lease.uid) == Some(&lease) {
+        if state
+            .leases
+            .get(&lease.uid)
+            .is_some_and(|known| **known == lease)
+        {
             return state.revision;
         }
-        state.leases.insert(lease.uid.clone(), lease.clone());
-        self.append(&mut state, Change::Lease(Box::new(lease)))
+        let lease = Arc::new(lease);
+        state.leases.insert(lease.uid.clone(), Arc::clone(&lease));
+        self.append(&mut state, Change::Lease(lease))
     }
 
     pub fn lease_gone(&self, uid: &str) -> u64 {
@@ -153,11 +158,16 @@ impl WatchLog {
     }
 
     pub fn known_leases(&self) -> Vec<Lease> {
-        self.state().leases.values().cloned().collect()
+        let state = self.state();
+        state
+            .leases
+            .values()
+            .map(|lease| (**lease).clone())
+            .collect()
     }
 
     pub fn known_lease(&self, uid: &str) -> Option<Lease> {
-        self.state().leases.get(uid).cloned()
+        self.state().leases.get(uid).map(|lease| (**lease).clone())
     }
 
     /// The first lease, by uid, that is wanted.
@@ -167,7 +177,7 @@ impl WatchLog {
             .leases
             .values()
             .find(|lease| is_wanted(lease))
-            .cloned()
+            .map(|lease| (**lease).clone())
     }
 
     /// Ends every subscription once it has delivered what is in the log.
@@ -254,7 +264,11 @@ impl State {
             change: Change::Snapshot {
                 node: Box::new(node),
                 pools: self.pools.values().cloned().collect(),
-                leases: self.leases.values().cloned().collect(),
+                leases: self
+                    .leases
+                    .values()
+                    .map(|lease| (**lease).clone())
+                    .collect(),
             },
         }
     }

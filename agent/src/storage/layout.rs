@@ -287,9 +287,9 @@ impl Layout {
         self.branch_run(id).join("postgresql.conf")
     }
 
-    /// There as long as nobody was given the branch.
-    pub fn branch_unused(&self, id: &BranchId) -> PathBuf {
-        self.branch_run(id).join("unused")
+    /// Tells the branches that nobody was given yet.
+    pub fn unused(&self) -> PathBuf {
+        self.run.join("unused")
     }
 
     pub fn branch_socket_dir(&self, id: &BranchId) -> PathBuf {
