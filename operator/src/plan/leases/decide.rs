@@ -138,7 +138,7 @@ impl Entry {
                 let failure = status::branch_gone(node);
                 self.end(object, LeasePhase::Lost, &failure, context)
             }
-            None if self.credentials.is_some() => self.binding(object, node, context),
+            // Without a record there would be nothing to find its Secret by.
             None => Next::Do(self.call(node, Call::Fetch)),
         }
     }

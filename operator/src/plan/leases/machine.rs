@@ -168,8 +168,13 @@ impl Machine {
         }
     }
 
-    /// A name is one object's at a time: which had it before is gone.
+    /// A name is one object's at a time: which had it before is gone. `false`: the object is gone, and
+    /// what was seen of it is old.
     fn takes_name(&mut self, id: &ObjectRef, version: u64, read: bool) -> bool {
+        let known = self.entries.get(&id.uid);
+        if known.is_some_and(|entry| matches!(entry.presence, Presence::Gone(_))) {
+            return false;
+        }
         match self.names.hold(id, version, read) {
             Ok(former) => {
                 if let Some(former) = former {
