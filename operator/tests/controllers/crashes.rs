@@ -155,9 +155,9 @@ async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
         stage.create_lease(name, &json!({})).await;
         stage.wait_bound(name).await;
     }
-    stage.api.kill_server();
+    stage.api.kill().await;
     tokio::time::sleep(Duration::from_secs(1)).await;
-    stage.api.start_server().await;
+    stage.api.run().await;
     stage.create_lease("c", &json!({})).await;
     let c = eventually("the lease is bound", async || {
         // A leader that could not renew for so long ends, and a kubelet starts it again.
