@@ -7,5 +7,6 @@ mod crashes;
 mod fixture;
 mod leases;
 mod pools;
+mod rotation;
 mod terms;
 mod trust;
