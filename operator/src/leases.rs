@@ -24,7 +24,7 @@ use crate::{
         NodeName, Uid,
         leases::{
             Action, Call, CallError, Event, Failure, LeaseObject, Machine, ObjectRef, Operation,
-            Outcome,
+            Outcome, version,
         },
     },
 };
@@ -337,8 +337,8 @@ pub(crate) async fn follow_leases(scope: Scope, client: kube::Client, events: mp
                 Some(object) => Event::Seen(Box::new(object)),
                 None => continue,
             },
-            Change::Invalid(metadata) => match metadata.uid {
-                Some(uid) => Event::Opaque(uid.into()),
+            Change::Invalid(metadata) => match ObjectRef::read(&metadata) {
+                Some(id) => Event::Opaque(id, version(&metadata)),
                 None => continue,
             },
             Change::Deleted(metadata) => match metadata.uid {

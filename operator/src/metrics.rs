@@ -196,21 +196,16 @@ fn outcome(ok: bool) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, env, fmt::Write as _, fs, path::Path};
-
     use branchpool_agent_api::PoolName;
+    use branchpool_e2e_pages as pages;
 
     use super::*;
 
-    const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operator-metrics.md");
     const INTRODUCTION: &str = "\
 # Metrics of the operator
 
 `GET /metrics` on `--metrics-listen` answers in the OpenMetrics text format. Generated from
 `operator/src/metrics.rs` by `make generate`; `make test` fails when the two differ.
-
-| Metric | Kind | Labels | What |
-|---|---|---|---|
 ";
 
     /// With a value in each family, for empty ones are left out of the text.
@@ -225,63 +220,13 @@ mod tests {
         metrics
     }
 
-    /// Names of the labels on the samples of a metric.
-    fn labels(text: &str, name: &str) -> BTreeSet<String> {
-        let samples = text.lines().filter(|line| !line.starts_with('#'));
-        let own = samples.filter_map(|line| line.strip_prefix(name)?.split_once('{'));
-        own.flat_map(|(_, rest)| rest.split(','))
-            .filter_map(|label| Some(label.split_once('=')?.0.to_owned()))
-            .filter(|label| label != "le")
-            .collect()
-    }
-
-    fn page() -> String {
-        let text = with_values().text();
-        let mut page = INTRODUCTION.to_owned();
-        let mut help = "";
-        for line in text.lines() {
-            if let Some(rest) = line.strip_prefix("# HELP ") {
-                help = rest.split_once(' ').unwrap().1.trim_end_matches('.');
-            }
-            let Some((name, kind)) = line
-                .strip_prefix("# TYPE ")
-                .and_then(|rest| rest.split_once(' '))
-            else {
-                continue;
-            };
-            let suffix = if kind == "counter" { "_total" } else { "" };
-            let labels: Vec<String> = labels(&text, name)
-                .into_iter()
-                .map(|label| format!("`{label}`"))
-                .collect();
-            let labels = labels.join(", ");
-            writeln!(page, "| `{name}{suffix}` | {kind} | {labels} | {help} |").unwrap();
-        }
-        page
-    }
-
     #[test]
     fn the_page_lists_every_metric() {
-        let page = page();
-        let path = Path::new(PAGE);
-        if env::var_os("BRANCHPOOL_GENERATE").is_some() {
-            fs::write(path, &page).unwrap();
-        }
-        let found = fs::read_to_string(path).unwrap_or_default();
+        let page = pages::metrics(INTRODUCTION, &with_values().text());
+        pages::check("operator-metrics.md", &page);
         assert_eq!(
-            found, page,
-            "docs/operator-metrics.md is out of date: run `make generate` and commit the result"
+            pages::rows(&page),
+            pages::fields(include_str!("metrics.rs"))
         );
-        let fields = include_str!("metrics.rs")
-            .split("struct Metrics {")
-            .nth(1)
-            .and_then(|rest| rest.split_once("\n}"))
-            .unwrap()
-            .0;
-        let fields = fields
-            .lines()
-            .filter(|line| line.contains(": ") && !line.contains("registry"));
-        let rows = page.lines().filter(|line| line.starts_with("| `"));
-        assert_eq!(rows.count(), fields.count());
     }
 }

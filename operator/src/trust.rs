@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use branchpool_trust::{
     Authority, authority,
     enrol::{PodToken, Refusal, Reviewed, Reviewer},
-    plan::{Agent, AgentTrust, Step, step},
+    plan::{Agent, AgentTrust, Rotation, Step, step},
 };
 use k8s_openapi::{
     ByteString,
@@ -15,7 +15,7 @@ use k8s_openapi::{
         core::v1::{ConfigMap, Secret},
     },
 };
-use kube::{Api, Client, api::PostParams, core::ObjectMeta};
+use kube::{Api, Client, ResourceExt, api::PostParams, core::ObjectMeta};
 use snafu::Snafu;
 use time::OffsetDateTime;
 use tokio::{
@@ -32,6 +32,8 @@ const NAME: &str = "branchpool-ca";
 const BUNDLE: &str = "ca.crt";
 /// Audience of agents' tokens.
 const AUDIENCE: &str = "branchpool-operator";
+/// On the Secret: somebody wants the CA replaced before its time. The value is theirs.
+const REPLACE: &str = "branchpool.dev/replace-ca";
 /// No event tells that another replica has replaced the CA, or that a certificate is due.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 
@@ -102,13 +104,20 @@ impl Keeper {
     }
 
     /// Replaces what is due, for ever: the leader's work.
-    pub(crate) async fn rotate(self: Arc<Self>, index: watch::Receiver<Index>) {
+    pub(crate) async fn rotate(self: Arc<Self>, mut index: watch::Receiver<Index>) {
         loop {
-            sleep(LOOK_AGAIN).await;
-            let agents = agents(&index.borrow());
-            let _turn = self.turn.lock().await;
-            if let Err(error) = self.step(&agents).await {
-                warn!("the CA was not replaced, and is tried again in a minute: {error}");
+            let agents = agents(&index.borrow_and_update());
+            {
+                let _turn = self.turn.lock().await;
+                if let Err(error) = self.step(&agents).await {
+                    warn!("the CA was not replaced, and is tried again in a minute: {error}");
+                }
+            }
+            let rotation = self.current.borrow().rotation();
+            let under_way = !matches!(rotation, Rotation::Steady { .. });
+            tokio::select! {
+                () = sleep(LOOK_AGAIN) => {}
+                () = others(&mut index, &agents), if under_way => {}
             }
         }
     }
@@ -132,9 +141,20 @@ impl Keeper {
         };
         let current = Arc::clone(&self.current.borrow());
         let now = OffsetDateTime::now_utc();
-        let next = step(&current.rotation(), agents, false, now.unix_timestamp());
-        if let Step::Keep { .. } = next {
+        let asked = secret.annotations().contains_key(REPLACE);
+        let next = step(&current.rotation(), agents, asked, now.unix_timestamp());
+        if let Step::Keep { waiting_for } = next {
+            if !waiting_for.is_empty() {
+                info!(
+                    ?waiting_for,
+                    "the next step of replacing the CA waits for agents"
+                );
+            }
             return self.publish().await;
+        }
+        if next == Step::Introduce {
+            // In the same write, so that what was asked for is done once.
+            secret.annotations_mut().remove(REPLACE);
         }
         info!(step = ?next, "replacing the CA");
         let Some(authority) = current.after(&next, now)? else {
@@ -212,6 +232,15 @@ async fn make(secrets: &Api<Secret>) -> Result<Authority, Error> {
             Ok(Authority::load(&entries(&found))?)
         }
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Waits until agents say something else about their trust.
+async fn others(index: &mut watch::Receiver<Index>, known: &[Agent]) {
+    let others = |index: &Index| agents(index) != known;
+    if index.wait_for(others).await.is_err() {
+        // The writer ends with the leadership, and this with it.
+        std::future::pending::<()>().await;
     }
 }
 

@@ -241,12 +241,11 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, env, fmt::Write as _, fs, path::Path};
+    use branchpool_e2e_pages as pages;
 
     use super::*;
     use crate::plan::LeaseUid;
 
-    const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md");
     const INTRODUCTION: &str = "\
 # Metrics
 
@@ -255,9 +254,6 @@ mod tests {
 
 Every series of a reason or state appears with its first value. A histogram has the series `_bucket`,
 `_sum` and `_count`.
-
-| Metric | Kind | Labels | What |
-|---|---|---|---|
 ";
 
     /// With a value in each family, for empty ones are left out of the text.
@@ -273,78 +269,24 @@ Every series of a reason or state appears with its first value. A histogram has 
         metrics
     }
 
-    /// Names of the labels on the samples of a metric.
-    fn labels(text: &str, name: &str) -> BTreeSet<String> {
-        let samples = text.lines().filter(|line| !line.starts_with('#'));
-        let own = samples.filter_map(|line| line.strip_prefix(name)?.split_once('{'));
-        own.flat_map(|(_, rest)| rest.split(','))
-            .filter_map(|label| Some(label.split_once('=')?.0.to_owned()))
-            .filter(|label| label != "le")
-            .collect()
-    }
-
     fn page() -> String {
-        let text = with_values().text();
-        let mut page = INTRODUCTION.to_owned();
-        let mut help = "";
-        for line in text.lines() {
-            if let Some(rest) = line.strip_prefix("# HELP ") {
-                help = rest.split_once(' ').unwrap().1.trim_end_matches('.');
-            }
-            let Some((name, kind)) = line
-                .strip_prefix("# TYPE ")
-                .and_then(|rest| rest.split_once(' '))
-            else {
-                continue;
-            };
-            let suffix = if kind == "counter" { "_total" } else { "" };
-            let labels: Vec<String> = labels(&text, name)
-                .into_iter()
-                .map(|label| format!("`{label}`"))
-                .collect();
-            let labels = labels.join(", ");
-            writeln!(page, "| `{name}{suffix}` | {kind} | {labels} | {help} |").unwrap();
-        }
-        page
+        pages::metrics(INTRODUCTION, &with_values().text())
     }
 
     #[test]
     fn the_page_lists_every_metric() {
-        let page = page();
-        let path = Path::new(PAGE);
-        if env::var_os("BRANCHPOOL_GENERATE").is_some() {
-            fs::write(path, &page).unwrap();
-        }
-        let found = fs::read_to_string(path).unwrap();
-        assert_eq!(
-            found, page,
-            "docs/metrics.md is out of date: run `make generate` and commit the result"
-        );
+        pages::check("metrics.md", &page());
     }
 
     #[test]
     fn every_registration_has_a_row() {
-        let source = include_str!("metrics.rs");
-        let fields = source
-            .split("struct Metrics {")
-            .nth(1)
-            .and_then(|rest| rest.split_once("\n}"))
-            .unwrap()
-            .0
-            .lines()
-            .filter(|line| line.contains(": ") && !line.contains("registry"))
-            .filter(|line| !line.contains("::Metrics"))
-            .count();
         let parts = [
             include_str!("../../gateway/src/metrics.rs"),
             include_str!("../sql/metrics.rs"),
         ];
         let registered = |part: &str| part.matches("registry.register").count();
         let of_parts: usize = parts.into_iter().map(registered).sum();
-        let rows = page()
-            .lines()
-            .filter(|line| line.starts_with("| `"))
-            .count();
-        assert_eq!(rows, fields + of_parts);
+        let fields = pages::fields(include_str!("metrics.rs"));
+        assert_eq!(pages::rows(&page()), fields + of_parts);
     }
 }

@@ -200,12 +200,51 @@ impl Api {
         kubectl(&self.programs, &self.kubeconfig)
     }
 
+    /// kube-controller-manager with these of its controllers, as `garbage-collector-controller`; it
+    /// does not run yet. The first time on a machine it is built.
+    pub async fn controller_manager(&self, controllers: &[&str]) -> Result<Program, Error> {
+        let name = "kube-controller-manager";
+        Programs::ready(&[name]).await?;
+        let arguments = vec![
+            flag("controllers", controllers.join(",")),
+            flag("root-ca-file", self.pki.path("ca.crt")),
+            flag(
+                "service-account-private-key-file",
+                self.pki.path("tokens.key"),
+            ),
+            flag("use-service-account-credentials", "true"),
+        ];
+        self.controller(name, arguments)
+    }
+
+    /// A program with an account of its own at the apiserver.
+    pub(crate) fn controller(&self, name: &str, rest: Vec<OsString>) -> Result<Program, Error> {
+        let kubeconfig = self.kubeconfig_of(&format!("system:{name}"), None)?;
+        let port = ports::reserve().context(PortSnafu)?;
+        let mut arguments = vec![
+            flag("kubeconfig", kubeconfig),
+            flag("leader-elect", "false"),
+            flag("bind-address", "127.0.0.1"),
+            flag("secure-port", port.to_string()),
+        ];
+        arguments.extend(rest);
+        let path = self.programs.path(name);
+        Ok(Program::new(
+            name,
+            &self.space,
+            path,
+            arguments,
+            &self.logs(),
+        ))
+    }
+
     pub fn programs(&self) -> &Programs {
         &self.programs
     }
 
     /// One JSON object a line for each request that was answered, without those of the cluster's own
-    /// machinery. It is written before the answer is sent.
+    /// machinery, but with what its garbage collector asks about objects. It is written before the
+    /// answer is sent.
     pub fn audit_log(&self) -> PathBuf {
         audit_log(&self.state)
     }

@@ -1,7 +1,6 @@
 //! A cluster with whole nodes, or the one of a kubeconfig that is given.
 
 use std::{
-    ffi::OsString,
     io::{self, Seek, Write},
     path::{Path, PathBuf},
     process::Stdio,
@@ -14,7 +13,7 @@ use tokio::process::Command;
 
 use crate::{
     Api,
-    api::{self, Endpoints, Handle, flag},
+    api::{self, Endpoints, Handle},
     cgroup,
     images::Images,
     network,
@@ -186,7 +185,8 @@ impl Own {
         let (mut api, addresses) = control_plane(state()?, programs).await?;
         let cgroup = api.state.cgroup()?;
         let archives = names.iter().map(|name| images.archive(name)).collect();
-        let [mut controller_manager, mut scheduler] = controllers(&api)?;
+        let mut controller_manager = api.controller_manager(&["*"]).await?;
+        let mut scheduler = api.controller("kube-scheduler", Vec::new())?;
         let common = node::Common {
             programs: api.programs().clone(),
             pki: Arc::clone(&api.pki),
@@ -316,35 +316,6 @@ async fn control_plane(state: State, programs: Programs) -> Result<(Api, Address
     };
     let api = Api::new(programs, state, space, &endpoints).await?;
     Ok((api, addresses))
-}
-
-fn controllers(api: &Api) -> Result<[Program; 2], Error> {
-    let program = |name: &str, rest: Vec<OsString>| {
-        let kubeconfig = api.kubeconfig_of(&format!("system:{name}"), None)?;
-        let mut arguments = vec![
-            flag("kubeconfig", kubeconfig),
-            flag("leader-elect", "false"),
-            flag("bind-address", "127.0.0.1"),
-        ];
-        arguments.extend(rest);
-        let path = api.programs().path(name);
-        Ok::<_, Error>(Program::new(name, &api.space, path, arguments, &api.logs()))
-    };
-    let tokens = flag(
-        "service-account-private-key-file",
-        api.pki.path("tokens.key"),
-    );
-    Ok([
-        program(
-            "kube-controller-manager",
-            vec![
-                flag("root-ca-file", api.pki.path("ca.crt")),
-                tokens,
-                flag("use-service-account-credentials", "true"),
-            ],
-        )?,
-        program("kube-scheduler", Vec::new())?,
-    ])
 }
 
 async fn apply(mut kubectl: Command, yaml: &str) -> Result<String, Error> {

@@ -74,7 +74,8 @@ pub(crate) fn kubeconfig(server: &str, authority: &str, certificate: &str, key: 
     .to_string()
 }
 
-/// Everything that is not the cluster's own machinery, one line a request, without bodies.
+/// Everything that is not the cluster's own machinery, one line a request, without bodies. Of the
+/// machinery what the garbage collector does to objects, for that is owing to those who made them.
 pub(crate) fn audit_policy() -> String {
     let machinery = [
         "system:apiserver",
@@ -87,6 +88,12 @@ pub(crate) fn audit_policy() -> String {
         "kind": "Policy",
         "omitStages": ["RequestReceived"],
         "rules": [
+            {
+                "level": "Metadata",
+                "users": ["system:serviceaccount:kube-system:generic-garbage-collector"],
+                "verbs": ["get", "update", "patch", "delete", "deletecollection"],
+                "resources": [{"group": ""}, {"group": "branchpool.dev"}],
+            },
             {"level": "None", "users": machinery},
             {"level": "None", "userGroups": ["system:nodes", "system:serviceaccounts:kube-system"]},
             {"level": "None", "nonResourceURLs": ["/*"]},

@@ -31,11 +31,7 @@ impl PoolFacts {
     pub(super) fn read(pool: BranchPool) -> Option<Self> {
         let metadata = pool.metadata;
         Some(Self {
-            id: ObjectRef {
-                namespace: metadata.namespace?,
-                name: metadata.name?,
-                uid: metadata.uid?.into(),
-            },
+            id: ObjectRef::read(&metadata)?,
             generation: metadata.generation.unwrap_or(0),
             spec: pool.spec,
             deleting: metadata.deletion_timestamp.is_some(),

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use branchpool_agent_api::LeaseRequest;
-use branchpool_crds::LeasePhase;
+use branchpool_crds::{BranchLease, LeasePhase};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
     Api,
@@ -145,6 +145,52 @@ async fn a_leadership_that_was_deleted_goes_on_above_what_agents_have_seen() {
 }
 
 #[tokio::test]
+async fn leases_wait_through_a_restart_of_the_api_server() {
+    let mut stage = Stage::start(1).await;
+    stage
+        .create_pool("app", &json!({"replicas": 1, "maxBranches": 1}))
+        .await;
+    stage.wait_filled("app", 1).await;
+    stage.create_lease("first", &json!({})).await;
+    stage.wait_bound("first").await;
+    for (name, priority) in [("low", "Low"), ("high", "High")] {
+        stage
+            .create_lease(name, &json!({"priority": priority}))
+            .await;
+        stage
+            .wait_lease(name, |lease| reason(lease) == "Queued")
+            .await;
+    }
+    stage.api.kill().await;
+    stage.api.run().await;
+    let mut held = "first";
+    for next in ["high", "low"] {
+        stage.delete_lease(held).await;
+        wait_bound_by_any_leader(&mut stage, next).await;
+        let bound = stage.all_leases().await.into_iter();
+        let bound = bound.filter(|lease| phase(lease) == LeasePhase::Bound);
+        assert_eq!(bound.count(), 1);
+        held = next;
+    }
+    stage.delete_lease(held).await;
+    stage.wait_nothing_left().await;
+}
+
+/// A leader that could not renew for so long ends, and a kubelet starts it again.
+async fn wait_bound_by_any_leader(stage: &mut Stage, name: &str) -> BranchLease {
+    eventually("the lease is bound", async || {
+        if let Some(status) = stage.operators[0].process.0.try_wait().unwrap() {
+            assert!(!status.success());
+            stage.operators.clear();
+            stage.start_operator("operator-2", None);
+        }
+        let lease = stage.leases().get(name).await.ok()?;
+        (phase(&lease) == LeasePhase::Bound).then_some(lease)
+    })
+    .await
+}
+
+#[tokio::test]
 async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
     let mut stage = Stage::start(2).await;
     stage
@@ -155,21 +201,11 @@ async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
         stage.create_lease(name, &json!({})).await;
         stage.wait_bound(name).await;
     }
-    stage.api.kill_server();
+    stage.api.kill().await;
     tokio::time::sleep(Duration::from_secs(1)).await;
-    stage.api.start_server().await;
+    stage.api.run().await;
     stage.create_lease("c", &json!({})).await;
-    let c = eventually("the lease is bound", async || {
-        // A leader that could not renew for so long ends, and a kubelet starts it again.
-        if let Some(status) = stage.operators[0].process.0.try_wait().unwrap() {
-            assert!(!status.success());
-            stage.operators.clear();
-            stage.start_operator("operator-2", None);
-        }
-        let lease = stage.leases().get("c").await.ok()?;
-        (phase(&lease) == LeasePhase::Bound).then_some(lease)
-    })
-    .await;
+    let c = wait_bound_by_any_leader(&mut stage, "c").await;
     let node = c.status.unwrap().node.unwrap();
     let index = stage
         .agents

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use kube::api::{Patch, PatchParams};
+use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
 use crate::fixture::{
@@ -77,6 +77,19 @@ async fn scripts_of_a_config_map_and_its_absence() {
     )
     .await;
     stage.wait_filled("app", 1).await;
+    // The same trouble again soon is counted in the same Event.
+    let maps: kube::Api<k8s_openapi::api::core::v1::ConfigMap> =
+        kube::Api::namespaced(stage.api.client.clone(), "shop");
+    maps.delete("schema", &DeleteParams::default())
+        .await
+        .unwrap();
+    eventually("the Event is told again", async || {
+        let audit = stage.api.audit().into_iter();
+        let events = audit.filter(|entry| entry.resource == "events" && entry.code < 300);
+        let verbs: Vec<String> = events.map(|entry| entry.verb).collect();
+        (verbs == ["create", "patch"]).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]

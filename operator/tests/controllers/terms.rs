@@ -152,34 +152,48 @@ async fn a_secret_that_is_not_a_leases_is_never_touched() {
 
 #[tokio::test]
 async fn an_object_that_cannot_be_decoded_stops_nothing_else() {
-    let stage = Stage::start(1).await;
+    let mut stage = Stage::start(1).await;
     stage.create_pool("app", &json!({"replicas": 1})).await;
     stage.wait_filled("app", 1).await;
     // As a newer version of the definition would.
     let crds: Api<CustomResourceDefinition> = Api::all(stage.api.client.clone());
-    let path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/priority/enum";
-    let patch = json!([{"op": "remove", "path": path}]);
-    let patch = Patch::Json::<()>(serde_json::from_value(patch).unwrap());
-    crds.patch(
-        "branchleases.branchpool.dev",
-        &PatchParams::default(),
-        &patch,
-    )
-    .await
-    .unwrap();
-    let newer = json!({
-        "apiVersion": "branchpool.dev/v1alpha1", "kind": "BranchLease",
-        "metadata": {"name": "newer", "namespace": "shop"},
-        "spec": {"poolRef": {"name": "app"}, "priority": "Urgent"},
-    });
-    eventually("the API server takes it", async || {
-        try_create(&stage.api.client, &newer).await.ok()
+    for (definition, field) in [("branchleases", "priority"), ("branchpools", "placement")] {
+        let spec = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties";
+        let patch = json!([{"op": "remove", "path": format!("{spec}/{field}/enum")}]);
+        let patch = Patch::Json::<()>(serde_json::from_value(patch).unwrap());
+        let name = format!("{definition}.branchpool.dev");
+        crds.patch(&name, &PatchParams::default(), &patch)
+            .await
+            .unwrap();
+    }
+    let lease = json!({"poolRef": {"name": "app"}, "priority": "Urgent"});
+    let source = json!({"sql": {}});
+    let pool = json!({"source": source, "postgres": {"version": 15}, "placement": "Elsewhere"});
+    for (kind, spec) in [("BranchLease", lease), ("BranchPool", pool)] {
+        let newer = json!({
+            "apiVersion": "branchpool.dev/v1alpha1", "kind": kind,
+            "metadata": {"name": "newer", "namespace": "shop"}, "spec": spec,
+        });
+        eventually("the API server takes it", async || {
+            try_create(&stage.api.client, &newer).await.ok()
+        })
+        .await;
+    }
+    eventually("the operator has seen both", async || {
+        let log = stage.operators[0].log();
+        (log.matches("cannot be decoded by this version").count() == 2).then_some(())
     })
     .await;
     stage.create_lease("test", &json!({})).await;
     stage.wait_bound("test").await;
-    let log = stage.operators[0].log();
-    assert!(log.contains("cannot be decoded by this version"), "{log}");
+    stage.create_pool("other", &json!({"replicas": 1})).await;
+    stage.wait_filled("other", 1).await;
+    // The next leader finds them in its list.
+    stage.operators.pop().unwrap().stop().await;
+    stage.start_operator("operator-2", None);
+    stage.delete_lease("test").await;
+    stage.wait_nothing_left().await;
+    stage.wait_filled("app", 1).await;
 }
 
 #[tokio::test]

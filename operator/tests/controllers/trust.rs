@@ -21,7 +21,7 @@ async fn agents_enrol_and_leases_are_had_in_one_request() {
         // A client as users have it, with the CA that the operator tells.
         let output = std::process::Command::new("curl")
             .args(["--silent", "--show-error", "--cacert"])
-            .arg(stage.api.dir().join("node-1-ca.crt"))
+            .arg(stage.bundle_file("node-1"))
             .args(["--header", &format!("authorization: Bearer {token}")])
             .args(["--data", &body, "--write-out", "\n%{http_code}", &url])
             .output()

@@ -10,8 +10,8 @@ use serde_json::json;
 use crate::stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, run};
 
 const OPERATOR: &str = "system:serviceaccount:branchpool-system:branchpool-operator";
-/// Only a CA that nears its end is replaced, and an Event is patched only when it is told again within minutes; tests of
-/// the operator do both.
+/// Only a CA that nears its end is replaced, and an Event is patched only when it is told again within minutes. Tests of
+/// the operator look into the audit log for both: `rotation` and `pools` in `operator/tests/controllers`.
 const SELDOM: [&str; 3] = [
     "update secrets[branchpool-ca]",
     "update configmaps[branchpool-ca]",

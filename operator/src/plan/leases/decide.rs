@@ -7,6 +7,7 @@ use super::{
     Call, LeaseObject, Operation, PoolTerms,
     entry::{Entry, Failure, Place, Presence, condition},
     fleet::Fleet,
+    names::Standing,
     object::millis,
     status,
 };
@@ -31,8 +32,6 @@ pub(super) enum Next {
     },
     /// Nothing before this time, unless something happens.
     At(Millis),
-    /// Nothing until it is known whose Secret is under its name.
-    AwaitHolder,
     Idle,
     /// Nothing is left of it.
     Drop,
@@ -44,19 +43,9 @@ pub(super) struct Context<'a> {
     pub(super) pool: Option<&'a PoolTerms>,
     pub(super) listed: bool,
     pub(super) settled: bool,
-    pub(super) name: Name,
+    /// What the Secret under its name is to it.
+    pub(super) secret: Standing,
     pub(super) now: Millis,
-}
-
-/// Whose the Secret under a lease's name can be, if there is one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Name {
-    /// Nobody else's.
-    Own,
-    /// Its own, or that of the lease that has the name now.
-    Shared,
-    /// Of the lease that has the name now.
-    Taken,
 }
 
 impl Entry {
@@ -68,7 +57,7 @@ impl Entry {
             return Next::At(self.retry_at);
         }
         match &self.presence {
-            Presence::Opaque => Next::Idle,
+            Presence::Opaque(_) => Next::Idle,
             Presence::Unknown if self.records.is_empty() => Next::Drop,
             // What nobody named is not the operator's.
             Presence::Unknown => match self.id() {
@@ -76,7 +65,7 @@ impl Entry {
                 _ => Next::Idle,
             },
             Presence::Missing(id) => Next::Do(Operation::Confirm(id.clone())),
-            Presence::Gone { .. } => self.clean_up(context),
+            Presence::Gone(_) => self.clean_up(context),
             Presence::Live(object) if object.deleting => self.clean_up(context),
             Presence::Live(object) if object.status.phase.is_finished() => {
                 self.finished(object, context)
@@ -138,7 +127,7 @@ impl Entry {
                 if object.status.phase == LeasePhase::Bound {
                     self.bound(object, node, record, context)
                 } else {
-                    self.binding(object, node)
+                    self.binding(object, node, context)
                 }
             }
             Some(record) => {
@@ -149,20 +138,25 @@ impl Entry {
                 let failure = status::branch_gone(node);
                 self.end(object, LeasePhase::Lost, &failure, context)
             }
-            None if self.credentials.is_some() => self.binding(object, node),
+            // Without a record there would be nothing to find its Secret by.
             None => Next::Do(self.call(node, Call::Fetch)),
         }
     }
 
     /// The agent has handed out the branch; the connection is to be written.
-    fn binding(&self, object: &LeaseObject, node: &NodeName) -> Next {
+    fn binding(&self, object: &LeaseObject, node: &NodeName, context: &Context<'_>) -> Next {
         let Some(answer) = &self.credentials else {
             // Asked again it gives the same answer, with the password.
             return Next::Do(self.call(node, Call::Lease(request(object))));
         };
-        let written = matches!(self.secret, super::entry::SecretState::Written(_));
-        if object.wants_secret && !written {
-            return Next::Do(Operation::CreateSecret(object.id.clone(), answer.clone()));
+        if object.wants_secret {
+            match context.secret {
+                Standing::Its(_) => {}
+                Standing::UnderWay => return Next::Idle,
+                Standing::Unclear | Standing::NotIts | Standing::Perhaps => {
+                    return Next::Do(Operation::CreateSecret(object.id.clone(), answer.clone()));
+                }
+            }
         }
         Next::Do(patch(object, status::bound(object, node, answer)))
     }
@@ -174,6 +168,10 @@ impl Entry {
         record: &branchpool_agent_api::Lease,
         context: &Context<'_>,
     ) -> Next {
+        if object.wants_secret && !matches!(context.secret, Standing::Its(_)) {
+            // Its deletion was begun, for a reason that is none any more.
+            return self.binding(object, node, context);
+        }
         if let Some(next) = self.reset(object, node, record, context) {
             return next;
         }
@@ -336,7 +334,7 @@ impl Entry {
         if let Some(next) = self.next_record(context) {
             return next;
         }
-        let gone = matches!(self.presence, Presence::Gone { .. });
+        let gone = matches!(self.presence, Presence::Gone(_));
         if self.records.is_empty() && gone {
             Next::Drop
         } else {
@@ -357,17 +355,18 @@ impl Entry {
 
     /// The agents' records outlive the Secret: a leader that forgot all learns of it from them.
     fn rid_of_secret(&self, lease: &super::ObjectRef, context: &Context<'_>) -> Option<Next> {
-        if !self.secret_may_exist() {
+        if !self.may_have_secret {
             return None;
         }
-        match context.name {
-            Name::Own => Some(Next::Do(Operation::DeleteSecret {
-                lease: lease.clone(),
-                secret: self.secret_uid(),
-            })),
-            Name::Shared => Some(Next::AwaitHolder),
-            Name::Taken => None,
-        }
+        let secret = match &context.secret {
+            Standing::NotIts => return None,
+            // Woken when that changes.
+            Standing::UnderWay | Standing::Unclear => return Some(Next::Idle),
+            Standing::Its(secret) => secret.clone(),
+            Standing::Perhaps => None,
+        };
+        let lease = lease.clone();
+        Some(Next::Do(Operation::DeleteSecret { lease, secret }))
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use branchpool_agent_api::{Lease, LeasePhase};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 
-use super::{Call, LeaseObject, ObjectRef, Operation, decide::Name, machine::Key};
+use super::{Call, LeaseObject, ObjectRef, Operation, names::Key};
 use crate::plan::{Millis, NodeName, SECOND, Uid};
 
 /// Why a lease cannot be served, for its status and for who asked.
@@ -32,15 +32,12 @@ pub(super) enum Presence {
     /// Only an agent speaks of it so far.
     Unknown,
     /// It exists and cannot be decoded.
-    Opaque,
+    Opaque(ObjectRef),
     Live(Box<LeaseObject>),
     /// Not in a complete list any more; to be confirmed.
     Missing(ObjectRef),
-    /// Gone for sure. `secret`: one may be there under its name.
-    Gone {
-        id: ObjectRef,
-        secret: bool,
-    },
+    /// Gone for sure.
+    Gone(ObjectRef),
 }
 
 /// Where its branch is, or is to come from.
@@ -50,15 +47,6 @@ pub(super) enum Place {
     /// A branch there is counted on, and the agent has not answered.
     Assigned(NodeName),
     Home(NodeName),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum SecretState {
-    /// Perhaps a former leader made it.
-    Unknown,
-    Written(Uid),
-    /// Deleted by this process, or never made.
-    Absent,
 }
 
 /// The operation that is under way.
@@ -76,12 +64,15 @@ pub(super) enum Doing {
 pub(super) struct Entry {
     pub(super) uid: Uid,
     pub(super) presence: Presence,
+    /// Once it is known.
+    pub(super) name: Option<Key>,
     /// What agents say of it, without the password.
     pub(super) records: BTreeMap<NodeName, Lease>,
     pub(super) place: Place,
     /// An agent's answer with the password, until the connection is written.
     pub(super) credentials: Option<Box<Lease>>,
-    pub(super) secret: SecretState,
+    /// It, or a former leader for it, may have made a Secret that was not seen to go.
+    pub(super) may_have_secret: bool,
     pub(super) failure: Option<Failure>,
     /// Its agent does not know it, asked for just this lease.
     pub(super) lost: bool,
@@ -105,10 +96,11 @@ impl Entry {
         Self {
             uid,
             presence: Presence::Unknown,
+            name: None,
             records: BTreeMap::new(),
             place: Place::Nowhere,
             credentials: None,
-            secret: SecretState::Unknown,
+            may_have_secret: true,
             failure: None,
             lost: false,
             renewal: None,
@@ -133,31 +125,8 @@ impl Entry {
     pub(super) fn id(&self) -> Option<ObjectRef> {
         match &self.presence {
             Presence::Live(object) => Some(object.id.clone()),
-            Presence::Missing(id) | Presence::Gone { id, .. } => Some(id.clone()),
-            Presence::Unknown | Presence::Opaque => self.named_by_record(),
-        }
-    }
-
-    pub(super) fn key(&self) -> Option<Key> {
-        self.id().map(|id| (id.namespace, id.name))
-    }
-
-    /// What a lease that had this one's name before is to think of a Secret there.
-    pub(super) fn name_for_former(&self) -> Name {
-        match &self.presence {
-            Presence::Gone { .. } => Name::Own,
-            Presence::Live(object) => {
-                let told = object.status.phase == branchpool_crds::LeasePhase::Bound
-                    && object.status.binding.is_some();
-                if told || matches!(self.secret, SecretState::Written(_)) {
-                    Name::Taken
-                } else if self.secret_may_exist() {
-                    Name::Shared
-                } else {
-                    Name::Own
-                }
-            }
-            Presence::Unknown | Presence::Opaque | Presence::Missing(_) => Name::Shared,
+            Presence::Opaque(id) | Presence::Missing(id) | Presence::Gone(id) => Some(id.clone()),
+            Presence::Unknown => self.named_by_record(),
         }
     }
 
@@ -195,26 +164,12 @@ impl Entry {
         }
     }
 
-    pub(super) fn secret_may_exist(&self) -> bool {
-        match self.secret {
-            SecretState::Written(_) => true,
-            SecretState::Absent => false,
-            SecretState::Unknown => match &self.presence {
-                Presence::Live(object) => {
-                    object.wants_secret
-                        && (object.status.binding.is_some() || self.home().is_some())
-                }
-                // An agent that was away then may have made one necessary.
-                Presence::Gone { secret, .. } => *secret || !self.records.is_empty(),
-                _ => true,
-            },
-        }
-    }
-
-    pub(super) fn secret_uid(&self) -> Option<Uid> {
-        match &self.secret {
-            SecretState::Written(uid) => Some(uid.clone()),
-            _ => None,
+    /// The connection is where its holder reads it.
+    pub(super) fn written(&mut self) {
+        let bound =
+            |object: &LeaseObject| object.status.phase == branchpool_crds::LeasePhase::Bound;
+        if self.live().is_some_and(bound) && !self.asked {
+            self.credentials = None;
         }
     }
 

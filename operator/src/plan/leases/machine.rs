@@ -3,21 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use branchpool_agent_api::PoolName;
-use branchpool_crds::LeasePhase;
+use branchpool_crds::{BranchLeaseStatus, LeasePhase};
 
 use super::{
     Action, AgentEvent, Call, Event, LeaseObject, ObjectRef, Operation, PoolTerms,
-    decide::{Context, Name, Next},
-    entry::{Doing, Entry, Failure, Place, Presence, SecretState, condition},
+    decide::{Context, Next},
+    entry::{Doing, Entry, Failure, Place, Presence, condition},
     fleet::Fleet,
+    names::{Names, Outdated, Standing},
     parse_agent_id,
     queues::Queues,
     status,
 };
 use crate::plan::{Millis, NodeName, SECOND, Uid};
-
-/// Namespace and name.
-pub(super) type Key = (String, String);
 
 #[derive(Debug, Default)]
 pub struct Machine {
@@ -25,12 +23,7 @@ pub struct Machine {
     pub(super) pools: BTreeMap<PoolName, PoolTerms>,
     pub(super) fleet: Fleet,
     pub(super) queues: Queues,
-    /// Who has a name now.
-    names: HashMap<Key, Uid>,
-    /// Leases that are over and wait until it is known whose Secret is under their name.
-    former_holders: HashMap<Key, BTreeSet<Uid>>,
-    /// Names whose Secret is being created or deleted.
-    pub(super) secrets_under_way: HashSet<Key>,
+    pub(super) names: Names,
     pub(super) wakeups: BTreeSet<(Millis, Uid)>,
     pub(super) pool_wakeups: BTreeSet<(Millis, PoolName)>,
     pub(super) positions_at: Millis,
@@ -54,11 +47,8 @@ impl Machine {
     pub fn handle(&mut self, event: Event, now: Millis) -> Vec<Action> {
         match event {
             Event::Seen(object) => self.seen(object),
-            Event::Opaque(uid) => {
-                self.leave_queue(&uid);
-                self.entry(&uid).presence = Presence::Opaque;
-            }
-            Event::Deleted(uid) => self.deleted(&uid),
+            Event::Opaque(id, version) => self.opaque(&id, version),
+            Event::Deleted(uid) => self.gone(&uid),
             Event::Listed(uids) => self.listed(&uids),
             Event::Pool(terms) => {
                 let name = terms.name.clone();
@@ -130,14 +120,19 @@ impl Machine {
     }
 
     fn seen(&mut self, object: Box<LeaseObject>) {
-        let uid = object.id.uid.clone();
-        let key = (object.id.namespace.clone(), object.id.name.clone());
-        let entry = self.entry(&uid);
+        let id = object.id.clone();
+        if !self.takes_name(&id, object.version, true) {
+            return;
+        }
+        // Of a lease that was created while this process leads nobody else made a Secret.
+        let is_new = self.listed && !self.entries.contains_key(&id.uid);
+        let entry = self.entry(&id.uid);
         if let Presence::Live(known) = &entry.presence
             && object.version < known.version
         {
             return;
         }
+        entry.may_have_secret &= object.wants_secret && !is_new;
         if entry.place == Place::Nowhere
             && object.status.phase == LeasePhase::Bound
             && let Some(node) = &object.status.node
@@ -147,64 +142,97 @@ impl Machine {
         let moved = entry
             .live()
             .is_some_and(|known| known.priority != object.priority);
+        let status = object.status.clone();
         entry.presence = Presence::Live(object);
         if moved {
-            self.leave_queue(&uid);
+            self.leave_queue(&id.uid);
         }
-        self.names.insert(key, uid.clone());
-        self.touched.insert(uid);
+        self.status_known(&id, &status);
     }
 
-    fn deleted(&mut self, uid: &Uid) {
+    /// What a lease's status tells of its Secret, which is made before `Bound` and deleted before the end.
+    pub(super) fn status_known(&mut self, id: &ObjectRef, status: &BranchLeaseStatus) {
+        if status.phase.is_finished() {
+            self.entry(&id.uid).may_have_secret = false;
+        } else if status.phase == LeasePhase::Bound && status.binding.is_some() {
+            self.names.told(id);
+        }
+        self.touch_name(id);
+    }
+
+    fn opaque(&mut self, id: &ObjectRef, version: u64) {
+        if self.takes_name(id, version, false) {
+            self.leave_queue(&id.uid);
+            self.entry(&id.uid).presence = Presence::Opaque(id.clone());
+            self.touch_name(id);
+        }
+    }
+
+    /// A name is one object's at a time: which had it before is gone. `false`: the object is gone, and
+    /// what was seen of it is old.
+    fn takes_name(&mut self, id: &ObjectRef, version: u64, read: bool) -> bool {
+        let known = self.entries.get(&id.uid);
+        if known.is_some_and(|entry| matches!(entry.presence, Presence::Gone(_))) {
+            return false;
+        }
+        match self.names.hold(id, version, read) {
+            Ok(former) => {
+                if let Some(former) = former {
+                    self.gone(&former);
+                }
+                true
+            }
+            Err(Outdated) => false,
+        }
+    }
+
+    pub(super) fn gone(&mut self, uid: &Uid) {
         self.leave_queue(uid);
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
-        let Some(id) = entry.id() else {
-            entry.presence = Presence::Unknown;
-            self.touched.insert(uid.clone());
-            return;
-        };
-        // A finished lease has no Secret any more.
-        let wanted = entry
-            .live()
-            .is_none_or(|object| object.wants_secret && !object.status.phase.is_finished());
-        let secret = wanted && (entry.secret_may_exist() || entry.place != Place::Nowhere);
-        entry.presence = Presence::Gone {
-            id: id.clone(),
-            secret,
-        };
+        self.touched.insert(uid.clone());
         // Whoever waits on an error need wait no longer.
         entry.succeeded();
-        let key = (id.namespace, id.name);
-        if self.names.get(&key) == Some(uid) {
-            self.names.remove(&key);
-            self.touched
-                .extend(self.former_holders.remove(&key).unwrap_or_default());
-        }
-        self.touched.insert(uid.clone());
+        let Some(id) = entry.id() else {
+            entry.presence = Presence::Unknown;
+            return;
+        };
+        entry.presence = Presence::Gone(id.clone());
+        self.names.release(&id);
+        self.touch_name(&id);
+    }
+
+    /// The lease, and who had its name before: what is known of the Secret there has changed.
+    pub(super) fn touch_name(&mut self, id: &ObjectRef) {
+        self.touched.insert(id.uid.clone());
+        self.touched.extend(self.names.of(&id.key()).cloned());
     }
 
     fn listed(&mut self, uids: &BTreeSet<Uid>) {
         self.listed = true;
         let mut missing = Vec::new();
-        for (uid, entry) in &mut self.entries {
+        for (uid, entry) in &self.entries {
             if uids.contains(uid) {
                 continue;
             }
-            match &entry.presence {
-                Presence::Live(object) => {
-                    entry.presence = Presence::Missing(object.id.clone());
-                    missing.push(uid.clone());
-                }
-                Presence::Opaque => entry.presence = Presence::Unknown,
-                _ => {}
+            if let Presence::Live(_) | Presence::Opaque(_) = &entry.presence {
+                missing.extend(entry.id());
             }
             self.touched.insert(uid.clone());
         }
-        for uid in missing {
-            self.leave_queue(&uid);
+        for id in missing {
+            self.missing(id);
         }
+    }
+
+    /// It is to be confirmed that it is gone.
+    pub(super) fn missing(&mut self, id: ObjectRef) {
+        self.leave_queue(&id.uid);
+        self.names.doubt(&id);
+        self.touched.insert(id.uid.clone());
+        let uid = id.uid.clone();
+        self.entry(&uid).presence = Presence::Missing(id);
     }
 
     fn nodes(&mut self, nodes: BTreeSet<NodeName>) {
@@ -306,10 +334,15 @@ impl Machine {
     }
 
     pub(super) fn advance(&mut self, uid: &Uid, now: Millis) {
-        self.wake_former_holders(uid);
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
+        if entry.name.is_none() {
+            entry.name = entry.id().map(|id| id.key());
+            if let Some(name) = &entry.name {
+                self.names.join(name.clone(), uid);
+            }
+        }
         // A branch that an agent already gave it, perhaps to a former leader's call.
         let may_adopt = entry.place == Place::Nowhere
             && entry.failure.is_none()
@@ -320,8 +353,13 @@ impl Machine {
         {
             entry.place = Place::Home(node.clone());
         }
+        let name = entry.name.as_ref();
+        let secret = name.map_or(Standing::Unclear, |name| self.names.standing(name, uid));
+        if secret == Standing::NotIts {
+            entry.may_have_secret = false;
+        }
         let entry = &self.entries[uid];
-        let next = entry.decide(&self.context(entry, now));
+        let next = entry.decide(&self.context(entry, secret, now));
         if entry.busy.is_none() && !matches!(next, Next::Queue { .. }) {
             self.leave_queue(uid);
         }
@@ -337,16 +375,15 @@ impl Machine {
                 self.wake_at(uid, until.max(now + 1));
             }
             Next::At(at) => self.wake_at(uid, at),
-            Next::AwaitHolder => {
-                if let Some(key) = self.entries[uid].key() {
-                    let former = self.former_holders.entry(key).or_default();
-                    former.insert(uid.clone());
-                }
-            }
             Next::Idle => {}
             Next::Drop => {
-                if let Some(at) = self.entries.remove(uid).and_then(|entry| entry.wake) {
-                    self.wakeups.remove(&(at, uid.clone()));
+                if let Some(entry) = self.entries.remove(uid) {
+                    if let Some(at) = entry.wake {
+                        self.wakeups.remove(&(at, uid.clone()));
+                    }
+                    if let Some(name) = entry.name {
+                        self.names.leave(&name, uid);
+                    }
                 }
                 let freed = self.fleet.forget(uid);
                 self.queues.dirty.extend(freed);
@@ -356,41 +393,20 @@ impl Machine {
         self.answer(uid);
     }
 
-    /// What was learned of a lease may tell those that had its name before whose Secret is there.
-    fn wake_former_holders(&mut self, uid: &Uid) {
-        let key = self.entries.get(uid).and_then(Entry::key);
-        if let Some(key) = key
-            && self.names.get(&key) == Some(uid)
-            && let Some(former) = self.former_holders.remove(&key)
-        {
-            self.touched.extend(former);
-        }
-    }
-
-    fn context(&self, entry: &Entry, now: Millis) -> Context<'_> {
+    fn context(&self, entry: &Entry, secret: Standing, now: Millis) -> Context<'_> {
         let pool = entry.live().and_then(|object| self.pools.get(&object.pool));
-        let holder = entry
-            .key()
-            .and_then(|key| self.names.get(&key))
-            .filter(|holder| **holder != entry.uid);
-        let name = holder
-            .and_then(|holder| self.entries.get(holder))
-            .map_or(Name::Own, Entry::name_for_former);
         Context {
             fleet: &self.fleet,
             pool,
             listed: self.listed,
             settled: self.settled,
-            name,
+            secret,
             now,
         }
     }
 
     pub(super) fn begin(&mut self, uid: &Uid, operation: Operation, now: Millis) {
-        let key = |id: &ObjectRef| (id.namespace.clone(), id.name.clone());
         let operation = match operation {
-            // What a former lease of this name does with its Secret goes first.
-            Operation::CreateSecret(id, _) if self.secrets_under_way.contains(&key(&id)) => return,
             Operation::Patch(id, status) => {
                 Operation::Patch(id, Box::new(status::stamped(*status, now)))
             }
@@ -399,7 +415,7 @@ impl Machine {
         if let Operation::CreateSecret(lease, _) | Operation::DeleteSecret { lease, .. } =
             &operation
         {
-            self.secrets_under_way.insert(key(lease));
+            self.names.begun(lease);
         }
         let entry = self.entry(uid);
         entry.busy = Some(match &operation {
@@ -414,7 +430,7 @@ impl Machine {
             },
             // It may be there, whatever the answer is.
             Operation::CreateSecret(..) => {
-                entry.secret = SecretState::Unknown;
+                entry.may_have_secret = true;
                 Doing::Other
             }
             _ => Doing::Other,
@@ -440,7 +456,7 @@ impl Machine {
                     });
                     Err(Failure { reason, message })
                 }
-                Presence::Gone { .. } | Presence::Missing(_) => {
+                Presence::Gone(_) | Presence::Missing(_) => {
                     Err(Failure::new("LeaseDeleted", "the lease was deleted"))
                 }
                 _ => return,
@@ -474,9 +490,5 @@ impl Machine {
     fn touch_queue(&mut self, pool: &PoolName) {
         self.touched.extend(self.queues.of(pool).cloned());
         self.queues.dirty.insert(pool.clone());
-    }
-
-    pub(super) fn holder_of(&self, key: &Key) -> Option<Uid> {
-        self.names.get(key).cloned()
     }
 }

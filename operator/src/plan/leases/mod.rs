@@ -10,6 +10,7 @@ mod decide;
 mod entry;
 mod fleet;
 mod machine;
+mod names;
 mod object;
 mod outcome;
 mod queues;
@@ -30,7 +31,7 @@ use super::{Millis, NodeName, Uid};
 pub use self::{
     entry::Failure,
     machine::{Counts, Machine},
-    object::LeaseObject,
+    object::{LeaseObject, version},
 };
 
 /// What the machine is told.
@@ -38,8 +39,8 @@ pub use self::{
 pub enum Event {
     /// A lease as the API server has it, new or changed.
     Seen(Box<LeaseObject>),
-    /// It exists and cannot be decoded: it is left alone.
-    Opaque(Uid),
+    /// It exists, in this `resourceVersion`, and cannot be decoded: it is left alone.
+    Opaque(ObjectRef, u64),
     Deleted(Uid),
     /// A complete list was read: no other lease exists.
     Listed(BTreeSet<Uid>),

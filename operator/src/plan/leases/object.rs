@@ -2,7 +2,7 @@
 
 use branchpool_agent_api::PoolName;
 use branchpool_crds::{BranchLease, BranchLeaseStatus, ConnectionSecret, Priority};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use super::ObjectRef;
 use crate::plan::{Millis, queue::Rank};
@@ -11,7 +11,7 @@ use crate::plan::{Millis, queue::Rank};
 pub struct LeaseObject {
     pub id: ObjectRef,
     pub generation: i64,
-    /// `resourceVersion`, which API servers count up.
+    /// `resourceVersion`.
     pub version: u64,
     pub created: Millis,
     /// Somebody else's finalizer may still hold it.
@@ -33,23 +33,35 @@ pub(super) fn millis(time: &Time) -> Millis {
     Millis::try_from(time.0.as_millisecond()).unwrap_or(0)
 }
 
+impl ObjectRef {
+    /// `None`: it lacks what API servers give to each object.
+    pub fn read(metadata: &ObjectMeta) -> Option<Self> {
+        Some(Self {
+            namespace: metadata.namespace.clone()?,
+            name: metadata.name.clone()?,
+            uid: metadata.uid.as_deref()?.into(),
+        })
+    }
+}
+
+/// Its `resourceVersion`, which API servers count up.
+pub fn version(metadata: &ObjectMeta) -> u64 {
+    let version = metadata.resource_version.as_deref();
+    version
+        .and_then(|version| version.parse().ok())
+        .unwrap_or(0)
+}
+
 impl LeaseObject {
     /// `None`: it lacks what API servers give to each object.
     pub fn read(lease: BranchLease) -> Option<Self> {
         let (metadata, spec) = (lease.metadata, lease.spec);
-        let namespace = metadata.namespace?;
+        let id = ObjectRef::read(&metadata)?;
         Some(Self {
-            pool: PoolName::new(namespace.clone(), spec.pool_ref.name),
-            id: ObjectRef {
-                namespace,
-                name: metadata.name?,
-                uid: metadata.uid?.into(),
-            },
+            pool: PoolName::new(id.namespace.clone(), spec.pool_ref.name),
+            id,
             generation: metadata.generation.unwrap_or(0),
-            version: metadata
-                .resource_version
-                .and_then(|version| version.parse().ok())
-                .unwrap_or(0),
+            version: version(&metadata),
             created: metadata.creation_timestamp.as_ref().map_or(0, millis),
             deleting: metadata.deletion_timestamp.is_some(),
             ttl: spec.ttl.map(|ttl| ttl.as_millis()),

@@ -5,7 +5,7 @@ use branchpool_crds::LeasePhase;
 
 use super::{
     Action, CallError, Existence, Machine, ObjectRef, Outcome, WriteError,
-    entry::{Doing, Entry, Failure, Place, Presence, SecretState, condition},
+    entry::{Doing, Failure, Place, Presence, condition},
     status,
 };
 use crate::plan::{Millis, NodeName, SECOND, Uid};
@@ -26,16 +26,7 @@ impl Machine {
             Outcome::Called(node, Ok(lease)) => self.called(uid, doing, node, lease),
             Outcome::Called(node, Err(error)) => self.refused(uid, doing, &node, error, now),
             Outcome::Forgotten(node, result) => self.forgotten(uid, &node, result, now),
-            Outcome::SecretCreated(result) => {
-                match result {
-                    Ok(secret) => {
-                        entry.secret = SecretState::Written(secret);
-                        entry.succeeded();
-                    }
-                    Err(error) => secret_refused(entry, error, now),
-                }
-                self.secret_settled(uid);
-            }
+            Outcome::SecretCreated(result) => self.secret_created(uid, result, now),
             Outcome::SecretDeleted(result) => self.secret_deleted(uid, &result, now),
             Outcome::Patched(status, Ok(version)) => {
                 let mut warning = None;
@@ -43,28 +34,25 @@ impl Machine {
                     if status.phase != object.status.phase {
                         warning = warn(&object.id, &status);
                     }
-                    if status.phase == LeasePhase::Bound && !entry.asked {
-                        entry.credentials = None;
-                    }
                     object.status = *status;
                     object.version = object.version.max(version);
                 }
+                entry.written();
                 entry.succeeded();
                 self.actions.extend(warning);
+                if let Some(object) = self.entries[uid].live() {
+                    let (id, status) = (object.id.clone(), object.status.clone());
+                    self.status_known(&id, &status);
+                }
             }
             Outcome::Patched(_, Err(error)) | Outcome::LeaseDeleted(Err(error)) => {
-                not_written(entry, &error, now);
+                self.not_written(uid, &error, now);
             }
             // The watch brings the deletion.
             Outcome::LeaseDeleted(Ok(())) | Outcome::Confirmed(Ok(Existence::Exists)) => {
                 entry.retry_at = now + WATCH_LAGS;
             }
-            Outcome::Confirmed(Ok(Existence::Gone)) => {
-                if let Some(id) = entry.id() {
-                    entry.presence = Presence::Gone { id, secret: true };
-                }
-                entry.succeeded();
-            }
+            Outcome::Confirmed(Ok(Existence::Gone)) => self.gone(uid),
             Outcome::Confirmed(Err(_)) => entry.back_off(now),
         }
     }
@@ -206,50 +194,59 @@ impl Machine {
         }
     }
 
+    fn secret_created(&mut self, uid: &Uid, result: Result<Uid, WriteError>, now: Millis) {
+        let entry = self.entry(uid);
+        let Some(id) = entry.id() else { return };
+        match result {
+            Ok(secret) => {
+                entry.succeeded();
+                entry.written();
+                self.names.created(&id, secret);
+            }
+            Err(WriteError::Foreign(message)) => {
+                entry.failure = Some(Failure::new("SecretNameConflict", message));
+                self.names.absent(&id);
+            }
+            Err(WriteError::Final { reason, message }) => {
+                entry.failure = Some(Failure::new(reason, message));
+                self.names.unknown(&id);
+            }
+            Err(WriteError::NotFound | WriteError::Later(_)) => {
+                entry.back_off(now);
+                self.names.unknown(&id);
+            }
+        }
+        self.touch_name(&id);
+    }
+
     fn secret_deleted(&mut self, uid: &Uid, result: &Result<(), WriteError>, now: Millis) {
         let entry = self.entry(uid);
+        let Some(id) = entry.id() else { return };
         match result {
             // A foreign one of the name is none of ours.
             Ok(()) | Err(WriteError::NotFound | WriteError::Foreign(_)) => {
-                entry.secret = SecretState::Absent;
                 entry.succeeded();
+                self.names.absent(&id);
             }
-            Err(WriteError::Final { .. } | WriteError::Later(_)) => entry.back_off(now),
-        }
-        self.secret_settled(uid);
-    }
-
-    fn secret_settled(&mut self, uid: &Uid) {
-        if let Some(key) = self.entries.get(uid).and_then(Entry::key) {
-            self.secrets_under_way.remove(&key);
-            // Who has the name now may have waited for this.
-            self.touched.extend(self.holder_of(&key));
-        }
-    }
-}
-
-fn secret_refused(entry: &mut Entry, error: WriteError, now: Millis) {
-    match error {
-        WriteError::Foreign(message) => {
-            entry.secret = SecretState::Absent;
-            entry.failure = Some(Failure::new("SecretNameConflict", message));
-        }
-        WriteError::Final { reason, message } => {
-            entry.failure = Some(Failure::new(reason, message));
-        }
-        WriteError::NotFound | WriteError::Later(_) => entry.back_off(now),
-    }
-}
-
-fn not_written(entry: &mut Entry, error: &WriteError, now: Millis) {
-    match error {
-        WriteError::NotFound => {
-            if let Some(object) = entry.live() {
-                entry.presence = Presence::Missing(object.id.clone());
+            Err(WriteError::Final { .. } | WriteError::Later(_)) => {
+                entry.back_off(now);
+                self.names.unknown(&id);
             }
         }
-        WriteError::Foreign(_) | WriteError::Final { .. } | WriteError::Later(_) => {
-            entry.back_off(now);
+        self.touch_name(&id);
+    }
+
+    fn not_written(&mut self, uid: &Uid, error: &WriteError, now: Millis) {
+        let entry = self.entry(uid);
+        match error {
+            WriteError::NotFound => {
+                if let Some(id) = entry.live().map(|object| object.id.clone()) {
+                    self.missing(id);
+                }
+            }
+            WriteError::Foreign(_) | WriteError::Final { .. } | WriteError::Later(_) => {
+                entry.back_off(now);
+            }
         }
     }
 }

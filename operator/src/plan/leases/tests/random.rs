@@ -161,13 +161,23 @@ fn everything_agrees(world: &World) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig {
+/// The same cases each time. Rarer ones are looked for by hand, with `PROPTEST_CASES` and
+/// `PROPTEST_RNG_SEED`.
+fn config() -> ProptestConfig {
+    let by_hand = std::env::var_os("PROPTEST_CASES").is_some();
+    let config = ProptestConfig::default();
+    if by_hand {
+        return config;
+    }
+    ProptestConfig {
         cases: 2_000,
-        // The same each time: rarer cases are looked for with more of them, by hand.
         rng_seed: RngSeed::Fixed(0x5eed_1234),
-        ..ProptestConfig::default()
-    })]
+        ..config
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
 
     #[test]
     fn nothing_is_shared_and_nothing_is_left(steps in steps(), branches in 0_u32..4) {
@@ -197,5 +207,6 @@ proptest! {
             prop_assert!(agent.leases.is_empty(), "{:?}", agent.leases);
         }
         prop_assert!(world.machine.entries.is_empty(), "{:?}", world.machine.entries);
+        prop_assert!(world.machine.names.is_empty(), "{:?}", world.machine.names);
     }
 }

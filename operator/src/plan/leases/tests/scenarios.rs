@@ -272,6 +272,63 @@ fn a_lease_of_the_same_name_keeps_its_own_secret() {
 }
 
 #[test]
+fn leases_of_one_name_change_its_secret_one_after_the_other() {
+    let mut world = World::new(&[("a", 3)]);
+    for uid in ["u1", "u2"] {
+        world.create(sample::object(uid, "l1", world.now));
+        world.hear();
+        // The agent hands out a branch, and nobody learns of it.
+        world.finish(0, Fate::Works);
+        world.delete(uid);
+        world.start();
+    }
+    world.create(sample::object("u3", "l1", world.now));
+    world.settle_patiently();
+    assert_eq!(phase(&world, "u3"), LeasePhase::Bound);
+    assert_eq!(world.secrets["l1"].1.as_str(), "u3");
+    assert_eq!(world.agents["a"].leases.len(), 1);
+}
+
+#[test]
+fn a_secret_that_an_undecodable_lease_may_have_stays() {
+    let mut world = World::new(&[("a", 2)]);
+    world.create(lease(1));
+    world.settle();
+    world.delete("u1");
+    // A newer operator served another lease of the name, and was replaced by this one.
+    world.secrets.get_mut("l1").unwrap().1 = "v1".into();
+    world.opaque.insert("v1".into());
+    world.create(sample::object("v1", "l1", world.now));
+    world.create(lease(2));
+    world.start();
+    world.settle_patiently();
+    assert_eq!(world.secrets["l1"].1.as_str(), "v1");
+    assert_eq!(phase(&world, "v1"), LeasePhase::Pending, "left alone");
+    assert_eq!(phase(&world, "u2"), LeasePhase::Bound, "goes on");
+    world.delete("v1");
+    world.settle();
+    assert!(!world.secrets.contains_key("l1"), "nobody can have it");
+    assert_eq!(world.agents["a"].leases.len(), 1, "that of u2");
+}
+
+#[test]
+fn a_lease_that_did_not_end_after_all_gets_its_secret_back() {
+    let mut world = World::new(&[("a", 1)]);
+    world.create(lease(1));
+    world.settle();
+    world.cut(&"a".into());
+    // By the clock it must be over, so its Secret goes; then the node is back and says otherwise.
+    world.pass(3_631 * SECOND);
+    world.finish(0, Fate::Works);
+    assert!(world.secrets.is_empty());
+    world.finish(0, Fate::NotDone);
+    world.resync(&"a".into());
+    world.settle_patiently();
+    assert_eq!(phase(&world, "u1"), LeasePhase::Bound);
+    assert_eq!(world.secrets["l1"].1.as_str(), "u1");
+}
+
+#[test]
 fn a_foreign_secret_of_the_name_is_left_alone() {
     let mut world = World::new(&[("a", 1)]);
     world.create(lease(1));

@@ -39,6 +39,16 @@ impl Agent {
     }
 }
 
+/// The name of the Secret that it changes.
+fn secret_of(operation: &Operation) -> Option<&str> {
+    match operation {
+        Operation::CreateSecret(lease, _) | Operation::DeleteSecret { lease, .. } => {
+            Some(&lease.name)
+        }
+        _ => None,
+    }
+}
+
 /// How a call goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
@@ -54,6 +64,8 @@ pub(super) struct World {
     pub(super) now: Millis,
     pub(super) agents: BTreeMap<NodeName, Agent>,
     pub(super) objects: BTreeMap<Uid, LeaseObject>,
+    /// Objects that this version cannot decode.
+    pub(super) opaque: BTreeSet<Uid>,
     /// By name: UIDs of Secret and lease.
     pub(super) secrets: BTreeMap<String, (Uid, Uid)>,
     pub(super) events: VecDeque<Event>,
@@ -82,6 +94,7 @@ impl World {
             now: 1_000 * SECOND,
             agents: agents.collect(),
             objects: BTreeMap::new(),
+            opaque: BTreeSet::new(),
             secrets: BTreeMap::new(),
             events: VecDeque::new(),
             under_way: Vec::new(),
@@ -104,7 +117,8 @@ impl World {
         self.tell(Event::Nodes(nodes));
         self.tell(Event::Pool(Box::new(sample::terms())));
         for object in self.objects.values().cloned().collect::<Vec<_>>() {
-            self.tell(Event::Seen(Box::new(object)));
+            let event = self.shown(object);
+            self.tell(event);
         }
         self.tell(Event::Listed(self.objects.keys().cloned().collect()));
         for node in self.agents.keys().cloned().collect::<Vec<_>>() {
@@ -137,6 +151,11 @@ impl World {
                 Action::Do(uid, operation) => {
                     let busy = self.under_way.iter().any(|(other, _)| *other == uid);
                     assert!(!busy, "two operations of {uid} at a time");
+                    if let Some(name) = secret_of(&operation) {
+                        let mut others = self.under_way.iter();
+                        let other = others.find(|(_, other)| secret_of(other) == Some(name));
+                        assert!(other.is_none(), "{operation:?} beside {other:?}");
+                    }
                     self.under_way.push((uid, operation));
                 }
                 Action::Answer(uid, answer) => self.answers.push((uid, answer)),
@@ -152,8 +171,16 @@ impl World {
             version: self.version,
             ..object
         };
-        self.events.push_back(Event::Seen(Box::new(object.clone())));
+        self.events.push_back(self.shown(object.clone()));
         self.objects.insert(object.id.uid.clone(), object);
+    }
+
+    fn shown(&self, object: LeaseObject) -> Event {
+        if self.opaque.contains(&object.id.uid) {
+            Event::Opaque(object.id, object.version)
+        } else {
+            Event::Seen(Box::new(object))
+        }
     }
 
     pub(super) fn change(&mut self, uid: &str, change: impl FnOnce(&mut LeaseObject)) {
