@@ -12,7 +12,7 @@ use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, core::DeserializeGuard};
 use tokio::{
-    sync::mpsc,
+    sync::{mpsc, oneshot},
     task::JoinHandle,
     time::{Instant, sleep},
 };
@@ -222,8 +222,15 @@ async fn listen_once(
         }
         let snapshot = matches!(event.change, branchpool_agent_api::Change::Snapshot { .. });
         if resumed && !snapshot {
-            let report = Report::Resumed(node.clone());
+            let (ask, answer) = oneshot::channel();
+            let report = Report::Resumed(node.clone(), ask);
             reports.send(report).await.map_err(|_| None)?;
+            if !answer.await.map_err(|_| None)? {
+                *since = None;
+                resumed = false;
+                watch = client.watch(None).await.map_err(Some)?;
+                continue;
+            }
         }
         resumed = false;
         let report = Report::Heard(node.clone(), Box::new(event));

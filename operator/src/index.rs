@@ -1,9 +1,12 @@
 //! What the agents say, in memory. One task writes it; anybody reads the last version of it.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use branchpool_agent_api::{Change, Client, NodeStatus, PoolStatus, WatchEvent};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
     clock,
@@ -53,11 +56,13 @@ pub(crate) struct Index {
 pub(crate) enum Report {
     Found(AgentPod, Client),
     Gone(NodeName),
-    /// Its node left the cluster.
+    /// Its node left the cluster, and nothing is left of it.
     Forget(NodeName),
     Discovered,
-    /// The watch goes on where it broke: what was known is still so.
-    Resumed(NodeName),
+    /// All nodes of the cluster, from a complete list.
+    Nodes(BTreeSet<NodeName>),
+    /// The watch goes on where it broke, if what was known before is still known: the answer says so.
+    Resumed(NodeName, oneshot::Sender<bool>),
     Heard(NodeName, Box<WatchEvent>),
     Silent(NodeName, String),
 }
@@ -66,6 +71,8 @@ pub(crate) struct Writer {
     index: watch::Sender<Index>,
     leases: mpsc::Sender<Event>,
     metrics: Metrics,
+    /// Nodes of the cluster; empty before they were listed.
+    cluster: BTreeSet<NodeName>,
 }
 
 impl Writer {
@@ -78,24 +85,25 @@ impl Writer {
             index,
             leases,
             metrics,
+            cluster: BTreeSet::new(),
         };
         (writer, reader)
     }
 
-    pub(crate) async fn run(self, mut reports: mpsc::Receiver<Report>) {
+    pub(crate) async fn run(mut self, mut reports: mpsc::Receiver<Report>) {
         while let Some(report) = reports.recv().await {
-            let Some((node, event)) = self.take(report) else {
+            let Some(event) = self.take(report) else {
                 continue;
             };
-            if self.leases.send(Event::Agent(node, event)).await.is_err() {
+            if self.leases.send(event).await.is_err() {
                 return;
             }
         }
     }
 
     /// Into the index; answers what leases have to know.
-    fn take(&self, report: Report) -> Option<(NodeName, AgentEvent)> {
-        match report {
+    fn take(&mut self, report: Report) -> Option<Event> {
+        let (node, event) = match report {
             Report::Found(pod, client) => {
                 self.index.send_modify(|index| {
                     let known = index.agents.get(&pod.node);
@@ -112,13 +120,13 @@ impl Writer {
                     };
                     index.agents.insert(pod.node.clone(), Arc::new(agent));
                 });
-                Some((pod.node, AgentEvent::Silent))
+                (pod.node, AgentEvent::Silent)
             }
             Report::Gone(node) => {
                 // The node may come back, and its leases with it: its numbers stay until the node goes.
                 self.silent(&node, "its Pod is gone");
                 self.modify(&node, |agent| agent.present = false);
-                Some((node, AgentEvent::Silent))
+                (node, AgentEvent::Silent)
             }
             Report::Forget(node) => {
                 self.metrics.agent_gone(node.as_str());
@@ -128,29 +136,70 @@ impl Writer {
                         index.agents.remove(&node);
                     }
                 });
-                None
+                return None;
             }
             Report::Discovered => {
                 self.index.send_modify(|index| index.discovered = true);
-                None
+                return None;
             }
-            Report::Resumed(node) => {
+            Report::Nodes(nodes) => {
+                // In this order for leases too: what they drop is what is forgotten here.
+                self.cluster.clone_from(&nodes);
+                self.forget_left();
+                return Some(Event::Nodes(nodes));
+            }
+            Report::Resumed(node, answer) => {
+                let known = self.knows(&node);
+                let _gone = answer.send(known);
+                if !known {
+                    return None;
+                }
                 self.modify(&node, |agent| {
                     agent.connected = true;
                     agent.trouble = None;
                 });
-                Some((node, AgentEvent::Resumed))
+                (node, AgentEvent::Resumed)
             }
             Report::Silent(node, why) => {
                 self.silent(&node, &why);
-                Some((node, AgentEvent::Silent))
+                (node, AgentEvent::Silent)
             }
             Report::Heard(node, event) => {
                 self.metrics.agent(node.as_str(), true, Some(clock::now()));
                 let event = self.heard(&node, *event)?;
-                Some((node, event))
+                (node, event)
             }
+        };
+        Some(Event::Agent(node, event))
+    }
+
+    fn knows(&self, node: &NodeName) -> bool {
+        let index = self.index.borrow();
+        let agent = index.agents.get(node);
+        agent.is_some_and(|agent| agent.instance.is_some())
+    }
+
+    /// A node that left the cluster and does not answer counts nothing any more, whether its Pod is
+    /// still listed or not. When it comes back it has to say everything anew.
+    fn forget_left(&self) {
+        // An empty list is no proof that every node is gone.
+        if self.cluster.is_empty() {
+            return;
         }
+        self.index.send_if_modified(|index| {
+            let mut changed = false;
+            for (node, agent) in &mut index.agents {
+                let left = !agent.connected && !self.cluster.contains(node);
+                if left && agent.instance.is_some() {
+                    let agent = Arc::make_mut(agent);
+                    agent.instance = None;
+                    agent.node = None;
+                    agent.pools.clear();
+                    changed = true;
+                }
+            }
+            changed
+        });
     }
 
     fn silent(&self, node: &NodeName, why: &str) {
@@ -162,6 +211,7 @@ impl Writer {
             agent.connected = false;
             agent.trouble = Some(why.to_owned());
         });
+        self.forget_left();
     }
 
     fn heard(&self, node: &NodeName, event: WatchEvent) -> Option<AgentEvent> {
@@ -209,5 +259,49 @@ impl Writer {
                 change(Arc::make_mut(agent));
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use branchpool_agent_api::Target;
+
+    use super::*;
+
+    fn resumed(writer: &mut Writer, node: &NodeName) -> (bool, Option<Event>) {
+        let (ask, mut answer) = oneshot::channel();
+        let event = writer.take(Report::Resumed(node.clone(), ask));
+        (answer.try_recv().unwrap(), event)
+    }
+
+    #[test]
+    fn a_node_that_left_counts_nothing_and_tells_everything_when_it_is_back() {
+        let (leases, _inbox) = mpsc::channel(1);
+        let (mut writer, index) = Writer::new(leases, Metrics::default());
+        let node = NodeName::from("node-1");
+        let pod = AgentPod {
+            node: node.clone(),
+            uid: "pod".to_owned(),
+            address: "192.0.2.1:1".to_owned(),
+        };
+        let client = Client::new(Target::Tcp(pod.address.clone()));
+        let others = || Report::Nodes(BTreeSet::from([NodeName::from("node-2")]));
+        writer.take(Report::Found(pod, client));
+        writer.modify(&node, |agent| {
+            agent.instance = Some("first".to_owned());
+            agent.connected = true;
+        });
+        writer.take(others());
+        assert!(writer.knows(&node), "it answers, so it is there");
+        writer.take(Report::Silent(node.clone(), "cut".to_owned()));
+        assert!(!writer.knows(&node));
+        let (may, event) = resumed(&mut writer, &node);
+        assert!(!may && event.is_none());
+        assert!(!index.borrow().agents[&node].connected);
+
+        writer.modify(&node, |agent| agent.instance = Some("first".to_owned()));
+        writer.take(Report::Nodes(BTreeSet::from([node.clone()])));
+        let (may, event) = resumed(&mut writer, &node);
+        assert!(may && event.is_some(), "only silent, it goes on");
     }
 }

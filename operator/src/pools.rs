@@ -176,13 +176,7 @@ impl Controller {
                     pool.written(*status, &result);
                 }
             }
-            Notice::NodeWritten(node, written) => {
-                let gone = matches!(written, nodes::Written::Deleted);
-                self.reports.written(&node, written);
-                if gone {
-                    let _stopped = self.agents.send(Report::Forget(node)).await;
-                }
-            }
+            Notice::NodeWritten(node, written) => self.reports.written(&node, written),
             Notice::AgentNamespace(why) => self.no_agents.answered(why),
             Notice::Confirmed(uid, gone) => {
                 if gone {
@@ -210,7 +204,7 @@ impl Controller {
         }
         self.look_for_orphans(&index);
         self.forget_answers(&index);
-        due.min(self.look_at_nodes(&index))
+        due.min(self.look_at_nodes(&index).await)
     }
 
     async fn pool_changed(&mut self, change: Change<BranchPool>) {
@@ -285,7 +279,7 @@ impl Controller {
         }
         if self.nodes_listed {
             let names = self.nodes.keys().cloned().collect();
-            let _stopped = self.leases.send(Event::Nodes(names)).await;
+            let _stopped = self.agents.send(Report::Nodes(names)).await;
         }
     }
 }

@@ -84,6 +84,7 @@ impl Controller {
     ) -> Vec<(NodeName, Standing, &'a Agent)> {
         let agents = index.agents.iter();
         agents
+            .filter(|(name, agent)| !self.left(name, agent))
             .map(|(name, agent)| {
                 (
                     name.clone(),

@@ -14,7 +14,7 @@ use super::{Controller, Notice};
 use crate::{
     clock,
     cluster::{Cluster, describe},
-    index::{Agent, Index},
+    index::{self, Agent, Index},
     plan::{
         Millis, NodeName, SECOND,
         leases::Event,
@@ -39,6 +39,8 @@ struct Kept {
     /// UID and status of the object, once it was read or made.
     known: Option<(String, BranchNodeStatus)>,
     busy: bool,
+    /// The node left the cluster, and its object is gone.
+    retired: bool,
     not_before: Millis,
 }
 
@@ -55,7 +57,12 @@ impl NodeReports {
         kept.busy = false;
         match written {
             Written::Status(uid, status) => kept.known = Some((uid, *status)),
-            Written::Deleted => drop(self.kept.remove(node)),
+            Written::Deleted => {
+                *kept = Kept {
+                    retired: true,
+                    ..Kept::default()
+                };
+            }
             Written::Failed(why) => {
                 warn!(node = %node, "the BranchNode was not written: {why}");
                 // It may have been deleted by hand.
@@ -101,20 +108,36 @@ impl Controller {
     }
 
     /// Answers when to look again.
-    pub(super) fn look_at_nodes(&mut self, index: &Index) -> Millis {
+    pub(super) async fn look_at_nodes(&mut self, index: &Index) -> Millis {
         if !self.settled {
             return u64::MAX;
         }
         let now = clock::now();
         let mut due = u64::MAX;
+        let kept = &mut self.reports.kept;
+        kept.retain(|node, kept| kept.busy || index.agents.contains_key(node));
         for (node, agent) in &index.agents {
             if self.nodes.is_empty() || self.nodes.contains_key(node) {
                 due = due.min(self.report(node, agent, now));
-            } else if !agent.present {
-                due = due.min(self.retire(node, now));
+            }
+            if !self.left(node, agent) {
+                continue;
+            }
+            due = due.min(self.retire(node, now));
+            let retired = self.reports.kept.get(node).is_some_and(|kept| kept.retired);
+            if retired && !agent.present {
+                let forget = index::Report::Forget(node.clone());
+                let _stopped = self.agents.send(forget).await;
             }
         }
         due
+    }
+
+    /// The cluster has no such node any more, and nothing answers for it. Its agent's Pod is listed for a
+    /// minute longer, as nobody is there to end it.
+    pub(super) fn left(&self, node: &NodeName, agent: &Agent) -> bool {
+        // An empty list of nodes is no proof that all are gone.
+        !self.nodes.is_empty() && !self.nodes.contains_key(node) && !agent.connected
     }
 
     fn report(&mut self, node: &NodeName, agent: &Agent, now: Millis) -> Millis {
@@ -123,6 +146,7 @@ impl Controller {
         if kept.busy {
             return u64::MAX;
         }
+        kept.retired = false;
         if now < kept.not_before {
             return kept.not_before;
         }
@@ -154,6 +178,9 @@ impl Controller {
     /// The node left the cluster.
     fn retire(&mut self, node: &NodeName, now: Millis) -> Millis {
         let kept = self.reports.kept.entry(node.clone()).or_default();
+        if kept.retired {
+            return u64::MAX;
+        }
         if kept.busy || now < kept.not_before {
             return kept.not_before.max(now + SECOND);
         }

@@ -11,8 +11,9 @@ use rustix::process::{Signal, kill_process};
 use serde_json::json;
 
 use crate::fixture::{
+    access::create,
     eventually,
-    stage::{Stage, phase, reason},
+    stage::{Stage, condition, phase, reason},
 };
 
 /// Between each two steps of a lease, in their order.
@@ -225,14 +226,8 @@ async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
         .wait_lease("c", |lease| reason(lease) == "Bound")
         .await;
     assert_eq!(phase(&back), LeasePhase::Bound);
-    // Its machine is gone for good.
+    // Its machine is gone, and nobody has missed its Pod yet.
     stage.agents[index].stop();
-    let pods: Api<k8s_openapi::api::core::v1::Pod> =
-        Api::namespaced(stage.api.client.clone(), "branchpool-agents");
-    let at_once = DeleteParams::default().grace_period(0);
-    pods.delete(&format!("agent-{node}"), &at_once)
-        .await
-        .unwrap();
     stage
         .nodes()
         .delete(&node, &DeleteParams::default())
@@ -249,6 +244,36 @@ async fn restarts_of_api_server_and_agent_and_the_end_of_a_node() {
     .await;
     let nodes: Api<branchpool_crds::BranchNode> = Api::all(stage.api.client.clone());
     eventually("its BranchNode is gone", async || {
+        nodes.get_opt(&node).await.unwrap().is_none().then_some(())
+    })
+    .await;
+    stage.wait_filled("app", 4).await;
+    // The machine comes again, and then leaves for good.
+    create(
+        &stage.api.client,
+        &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}),
+    )
+    .await;
+    stage.agents[index].launch().await;
+    eventually("its BranchNode tells of it", async || {
+        let status = nodes.get_opt(&node).await.unwrap()?.status?;
+        (condition(&status.conditions, "Ready").status == "True").then_some(())
+    })
+    .await;
+    stage.wait_filled("app", 4).await;
+    stage.agents[index].stop();
+    let pods: Api<k8s_openapi::api::core::v1::Pod> =
+        Api::namespaced(stage.api.client.clone(), "branchpool-agents");
+    let at_once = DeleteParams::default().grace_period(0);
+    pods.delete(&format!("agent-{node}"), &at_once)
+        .await
+        .unwrap();
+    stage
+        .nodes()
+        .delete(&node, &DeleteParams::default())
+        .await
+        .unwrap();
+    eventually("its BranchNode is gone again", async || {
         nodes.get_opt(&node).await.unwrap().is_none().then_some(())
     })
     .await;

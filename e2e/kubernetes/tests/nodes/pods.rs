@@ -84,6 +84,13 @@ async fn remove(cluster: &Cluster, name: &str) -> Done {
     Ok(())
 }
 
+pub(crate) async fn remove_all(cluster: &Cluster) {
+    let rest = ["delete", "pods", "--selector=test", WAIT];
+    if let Err(why) = cluster.kubectl(&rest).await {
+        println!("what the test left is still there: {why}");
+    }
+}
+
 async fn nodes(cluster: &Cluster) -> Result<Vec<String>, Failed> {
     let names = cluster
         .kubectl(&[

@@ -7,7 +7,10 @@ use kube::{Api, api::ListParams};
 use libtest_mimic::Failed;
 use serde_json::json;
 
-use crate::stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, run};
+use crate::{
+    TESTS,
+    stage::{AGENTS, Done, NAMESPACE, SYSTEM, Stage, run},
+};
 
 const OPERATOR: &str = "system:serviceaccount:branchpool-system:branchpool-operator";
 /// Only a CA that nears its end is replaced, and an Event is patched only when it is told again within minutes. Tests of
@@ -125,6 +128,10 @@ async fn refused(stage: &Stage, token: &str, attempt: &[&str], how: &str) -> Don
 
 /// What the tests before used, by the audit log, against what the chart grants.
 pub(crate) async fn every_granted_verb_is_used(stage: &mut Stage) -> Done {
+    if stage.passed + 1 < TESTS.len() {
+        println!("skipped: it looks at what all other tests did, and not all of them passed");
+        return Ok(());
+    }
     let Some(own) = stage.hands("its audit log is out of reach") else {
         return Ok(());
     };

@@ -23,6 +23,8 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::{process::Command, time::Instant};
 
+use crate::trials;
+
 pub(crate) type Done = Result<(), Failed>;
 
 pub(crate) const SYSTEM: &str = "branchpool-system";
@@ -35,13 +37,45 @@ const INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) struct Stage {
     pub(crate) cluster: Cluster,
+    /// How many tests did.
+    pub(crate) passed: usize,
+}
+
+impl trials::Stage for Stage {
+    const IMAGES: &'static [&'static str] = &["operator", "agent"];
+
+    async fn begin(cluster: Cluster) -> Result<Self, Failed> {
+        let stage = Self { cluster, passed: 0 };
+        if let Err(why) = stage.install().await {
+            stage.tell().await;
+            return Err(why);
+        }
+        Ok(stage)
+    }
+
+    fn cluster(&mut self) -> &mut Cluster {
+        &mut self.cluster
+    }
+
+    async fn clear(&mut self) {
+        // Nobody could tell anything without it.
+        if let Some(own) = self.cluster.own_mut()
+            && let Err(why) = own.api.run().await
+        {
+            println!("the API server does not run: {why}");
+        }
+        self.tell().await;
+        if let Err(why) = self.begin_anew().await {
+            println!("what the test left is still there: {why:?}");
+        }
+    }
+
+    fn count(&mut self, passed: bool) {
+        self.passed += usize::from(passed);
+    }
 }
 
 impl Stage {
-    pub(crate) fn new(cluster: Cluster) -> Self {
-        Self { cluster }
-    }
-
     /// What needs the harness's own hands is not done on a cluster that was given.
     pub(crate) fn hands(&mut self, what: &str) -> Option<&mut Own> {
         if self.cluster.own().is_none() {
@@ -51,19 +85,44 @@ impl Stage {
     }
 
     pub(crate) async fn install(&self) -> Done {
-        self.helm(&["install", "branchpool", &path("charts/branchpool")], true)
-            .await
+        let chart = path("charts/branchpool");
+        let install = [
+            "upgrade",
+            "--install",
+            "--reset-values",
+            "branchpool",
+            &chart,
+        ];
+        self.helm(&install, true).await?;
+        Ok(())
+    }
+
+    /// As before the first test.
+    async fn begin_anew(&mut self) -> Done {
+        if let Some(own) = self.cluster.own_mut() {
+            for node in &mut own.nodes {
+                node.connect(true).await?;
+                node.run().await?;
+            }
+        }
+        self.kubectl(&["uncordon", "--selector=kubernetes.io/os"])
+            .await?;
+        self.install().await?;
+        for kinds in ["jobs,branchleases", "branchpools"] {
+            self.kubectl(&["delete", kinds, "--all", WAIT]).await?;
+        }
+        self.nothing_leased().await?;
+        self.no_branches().await
     }
 
     /// `--wait` holds until Pods are ready.
-    pub(crate) async fn helm(&self, arguments: &[&str], wait: bool) -> Done {
+    pub(crate) async fn helm(&self, arguments: &[&str], wait: bool) -> Result<String, Failed> {
         let mut command = self.cluster.command("helm");
         command.args(arguments).args(["--namespace", SYSTEM]);
         if wait {
             command.args(["--create-namespace", "--wait", "--timeout=180s"]);
         }
-        run(command).await?;
-        Ok(())
+        run(command).await
     }
 
     pub(crate) async fn kubectl(&self, arguments: &[&str]) -> Result<String, Failed> {
@@ -143,7 +202,11 @@ impl Stage {
     /// Together with what it left behind.
     pub(crate) async fn drop_pool(&self, name: &str) -> Done {
         self.kubectl(&["delete", "branchpool", name, WAIT]).await?;
-        eventually("no branch of the pool is left on any node", async || {
+        self.no_branches().await
+    }
+
+    async fn no_branches(&self) -> Done {
+        eventually("no branch is left on any node", async || {
             let counts = self.branches().await.ok()?;
             counts.values().all(|count| *count == 0).then_some(())
         })
@@ -174,6 +237,13 @@ impl Stage {
     pub(crate) async fn release(&self, name: &str) -> Done {
         self.leases().delete(name, &DeleteParams::default()).await?;
         Ok(())
+    }
+
+    pub(crate) async fn release_all(&self) -> Done {
+        for lease in self.all_leases().await? {
+            self.release(&lease.name_any()).await?;
+        }
+        self.nothing_leased().await
     }
 
     pub(crate) async fn all_leases(&self) -> Result<Vec<BranchLease>, kube::Error> {

@@ -1,14 +1,15 @@
-//! Parts that die, nodes that go, networks that break.
+//! Parts that die.
 
 use branchpool_crds::LeasePhase;
-use k8s_openapi::api::core::v1::Node;
-use kube::{Api, api::DeleteParams};
-use libtest_mimic::Failed;
+use kube::api::DeleteParams;
 use serde_json::json;
 
-use crate::stage::{AGENTS, Done, SYSTEM, Stage, eventually, node_of, phase, run};
+use crate::stage::{Done, SYSTEM, Stage, eventually, node_of, phase, psql, run};
 
-pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) -> Done {
+const WAITING: [&str; 3] = ["third", "fourth", "fifth"];
+
+/// Two leases that are bound, and three for which there is no branch.
+async fn leases_that_wait(stage: &Stage) -> Done {
     stage
         .fill("few", &json!({"replicas": 2, "maxBranches": 2}))
         .await?;
@@ -17,13 +18,37 @@ pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) ->
             .bind(name, &json!({"poolRef": {"name": "few"}}))
             .await?;
     }
-    let waiting = ["third", "fourth", "fifth"];
-    for name in waiting {
+    for name in WAITING {
         stage
             .create_lease(name, &json!({"poolRef": {"name": "few"}}))
             .await?;
         stage.lease_ready(name, "False", "Queued").await?;
     }
+    Ok(())
+}
+
+/// With two branches, which of them no order tells that is known here: they are of the same second.
+async fn two_are_bound(stage: &Stage, leases: usize) -> Done {
+    eventually("two leases are bound, and the others wait", async || {
+        let all = stage.all_leases().await.ok()?;
+        let bound = all.iter().filter(|lease| phase(lease) == LeasePhase::Bound);
+        (all.len() == leases && bound.count() == 2).then_some(())
+    })
+    .await?;
+    let held = stage.held().await?;
+    let bound = held.iter().filter(|lease| lease["phase"] == "Bound");
+    assert_eq!(bound.count(), 2, "{held:?}");
+    Ok(())
+}
+
+async fn none_waits_any_more(stage: &Stage) -> Done {
+    stage.release_all().await?;
+    stage.full("few", 2).await?;
+    stage.drop_pool("few").await
+}
+
+pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) -> Done {
+    leases_that_wait(stage).await?;
     let (leader, epoch) = stage.leader().await?;
     stage
         .kubectl(&[
@@ -39,29 +64,35 @@ pub(crate) async fn the_leader_is_killed_while_leases_wait(stage: &mut Stage) ->
     for name in ["first", "second"] {
         stage.release(name).await?;
     }
-    // Made in the same second they are in no order that is known here.
-    eventually("two of them are bound, and one waits", async || {
-        let leases = stage.all_leases().await.ok()?;
-        let bound = leases
-            .iter()
-            .filter(|lease| phase(lease) == LeasePhase::Bound);
-        (leases.len() == 3 && bound.count() == 2).then_some(())
-    })
-    .await?;
+    two_are_bound(stage, WAITING.len()).await?;
     eventually("another leads, in another term", async || {
         let (pod, term) = stage.leader().await.ok()?;
         (pod != leader && term > epoch).then_some(())
     })
     .await?;
-    let held = stage.held().await?;
-    let bound = held.iter().filter(|lease| lease["phase"] == "Bound");
-    assert_eq!(bound.count(), 2, "{held:?}");
-    for name in waiting {
-        stage.release(name).await?;
+    none_waits_any_more(stage).await
+}
+
+pub(crate) async fn the_api_server_is_killed_while_leases_wait(stage: &mut Stage) -> Done {
+    let what = "its API server is not the harness's to kill";
+    if stage.hands(what).is_none() {
+        return Ok(());
     }
-    stage.nothing_leased().await?;
-    stage.full("few", 2).await?;
-    stage.drop_pool("few").await
+    leases_that_wait(stage).await?;
+    let url = stage.entry("first", "DATABASE_URL").await?;
+    let api = &mut stage.hands(what).unwrap().api;
+    api.apiserver.kill().await?;
+    psql(&url, "INSERT INTO notes VALUES ('without a server')").await?;
+    api.run().await?;
+    stage.release("second").await?;
+    two_are_bound(stage, 1 + WAITING.len()).await?;
+    stage.lease_ready("first", "True", "").await?;
+    assert_eq!(stage.entry("first", "DATABASE_URL").await?, url);
+    assert_eq!(
+        stage.psql("first", "SELECT body FROM notes").await?,
+        "without a server"
+    );
+    none_waits_any_more(stage).await
 }
 
 /// A lease, its Secret, a pool: deleted while nobody looks.
@@ -154,164 +185,4 @@ pub(crate) async fn an_agent_is_killed_and_its_branches_stay(stage: &mut Stage) 
     stage.release("held").await?;
     stage.nothing_leased().await?;
     stage.drop_pool("kept").await
-}
-
-pub(crate) async fn a_cordoned_node_keeps_its_leases(stage: &mut Stage) -> Done {
-    stage
-        .fill("moved", &json!({"replicas": 4, "maxBranches": 8}))
-        .await?;
-    let lease = stage
-        .bind("held", &json!({"poolRef": {"name": "moved"}}))
-        .await?;
-    let node = node_of(&lease);
-    stage
-        .psql("held", "INSERT INTO notes VALUES ('on a cordoned node')")
-        .await?;
-    stage.kubectl(&["cordon", &node]).await?;
-    stage.node_ready(&node, "False", "Cordoned").await?;
-    stage.full("moved", 4).await?;
-    for name in ["next", "after"] {
-        let other = stage
-            .bind(name, &json!({"poolRef": {"name": "moved"}}))
-            .await?;
-        assert_ne!(node_of(&other), node, "nothing new on a cordoned node");
-    }
-    assert_eq!(
-        stage.psql("held", "SELECT body FROM notes").await?,
-        "on a cordoned node"
-    );
-    stage.kubectl(&["uncordon", &node]).await?;
-    stage.node_ready(&node, "True", "").await?;
-    for name in ["held", "next", "after"] {
-        stage.release(name).await?;
-    }
-    stage.nothing_leased().await?;
-    stage.full("moved", 4).await?;
-    stage.drop_pool("moved").await
-}
-
-pub(crate) async fn a_node_is_cut_off_and_comes_back(stage: &mut Stage) -> Done {
-    if stage
-        .hands("its network is not the harness's to cut")
-        .is_none()
-    {
-        return Ok(());
-    }
-    stage.fill("far", &json!({"replicas": 4})).await?;
-    let lease = lease_on_the_second(stage, "far").await?;
-    stage
-        .psql(&lease, "INSERT INTO notes VALUES ('before the cut')")
-        .await?;
-    connect(stage, false).await?;
-    let name = node_name(stage);
-    let told = stage
-        .node_ready(&name, "Unknown", "AgentUnreachable")
-        .await?;
-    assert!(told.contains("the agent does not answer"), "{told}");
-    stage
-        .lease_ready(&lease, "Unknown", "NodeUnreachable")
-        .await?;
-    // The other node goes on.
-    let near = stage
-        .bind("near", &json!({"poolRef": {"name": "far"}}))
-        .await?;
-    assert_ne!(node_of(&near), name);
-    connect(stage, true).await?;
-    stage.node_ready(&name, "True", "").await?;
-    stage.lease_ready(&lease, "True", "").await?;
-    assert_eq!(
-        stage.psql(&lease, "SELECT body FROM notes").await?,
-        "before the cut"
-    );
-    release_all(stage).await?;
-    stage.full("far", 4).await?;
-    stage.drop_pool("far").await
-}
-
-/// The Node object is deleted, as a cloud does with a machine that is gone; then the machine comes again.
-pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
-    if stage
-        .hands("its nodes are not the harness's to remove")
-        .is_none()
-    {
-        return Ok(());
-    }
-    stage.fill("leaving", &json!({"replicas": 4})).await?;
-    let lease = lease_on_the_second(stage, "leaving").await?;
-    let name = node_name(stage);
-    stage.hands("").unwrap().nodes[1].kubelet.kill().await?;
-    connect(stage, false).await?;
-    let nodes: Api<Node> = Api::all(stage.cluster.client());
-    nodes.delete(&name, &DeleteParams::default()).await?;
-    stage
-        .wait("delete", &[&format!("branchnode/{name}")])
-        .await?;
-    eventually("the lease is Lost", async || {
-        let lease = stage.leases().get(&lease).await.ok()?;
-        (phase(&lease) == LeasePhase::Lost).then_some(())
-    })
-    .await?;
-    stage.lease_ready(&lease, "False", "NodeGone").await?;
-    assert!(
-        stage.secrets().get_opt(&lease).await?.is_none(),
-        "the Secret goes first"
-    );
-    stage.full("leaving", 4).await?;
-    connect(stage, true).await?;
-    stage.hands("").unwrap().nodes[1].run().await?;
-    stage.wait("create", &[&format!("node/{name}")]).await?;
-    stage
-        .wait("condition=Ready", &[&format!("node/{name}")])
-        .await?;
-    let rollout = [
-        "rollout",
-        "status",
-        "--namespace",
-        AGENTS,
-        "daemonset/branchpool-agent",
-        "--timeout=180s",
-    ];
-    eventually("the agent's Pod is there", async || {
-        stage.agents().await.ok()?.contains_key(&name).then_some(())
-    })
-    .await?;
-    stage.kubectl(&rollout).await?;
-    stage.node_ready(&name, "True", "").await?;
-    release_all(stage).await?;
-    stage.full("leaving", 4).await?;
-    stage.drop_pool("leaving").await
-}
-
-async fn connect(stage: &mut Stage, connected: bool) -> Done {
-    let own = stage.hands("").unwrap();
-    Ok(own.nodes[1].connect(connected).await?)
-}
-
-fn node_name(stage: &mut Stage) -> String {
-    stage.hands("").unwrap().nodes[1].name().to_owned()
-}
-
-/// A lease on the second node: the only one that may hold branches while it is bound.
-async fn lease_on_the_second(stage: &mut Stage, pool: &str) -> Result<String, Failed> {
-    let own = stage.hands("").unwrap();
-    let (first, second) = (
-        own.nodes[0].name().to_owned(),
-        own.nodes[1].name().to_owned(),
-    );
-    stage.kubectl(&["cordon", &first]).await?;
-    stage.node_ready(&first, "False", "Cordoned").await?;
-    let lease = stage
-        .bind("distant", &json!({"poolRef": {"name": pool}}))
-        .await?;
-    assert_eq!(node_of(&lease), second);
-    stage.kubectl(&["uncordon", &first]).await?;
-    stage.node_ready(&first, "True", "").await?;
-    Ok("distant".to_owned())
-}
-
-async fn release_all(stage: &Stage) -> Done {
-    for lease in stage.all_leases().await? {
-        stage.release(&lease.metadata.name.unwrap()).await?;
-    }
-    stage.nothing_leased().await
 }

@@ -5,22 +5,43 @@ use std::fs;
 use libtest_mimic::Failed;
 use serde_json::json;
 
-use crate::stage::{AGENTS, Done, Stage, eventually, path, run};
+use crate::stage::{AGENTS, Done, NAMESPACE, Stage, eventually, path, run};
 
 const DEFINITION: &str = "files/crds/branchleases.yaml";
+
+/// Without a lease, and with one.
+pub(crate) async fn the_tests_of_the_chart_pass(stage: &mut Stage) -> Done {
+    let page = fs::read_to_string(path("docs/upgrade.md"))?;
+    let mut lines = page.lines();
+    let line = lines.find(|line| line.starts_with("helm test "));
+    // Helm tells what the Pod said among its complaints.
+    let test = format!("{} 2>&1", line.ok_or("docs/upgrade.md has no helm test")?);
+    let said = stage.shell(&test).await?;
+    assert!(
+        said.contains("all well") && !said.contains("a branch of its own"),
+        "{said}"
+    );
+    stage.fill("tried", &json!({"replicas": 1})).await?;
+    let chart = path("charts/branchpool");
+    let pool = format!("--set=tests.pool={NAMESPACE}/tried");
+    stage
+        .helm(&["upgrade", "branchpool", &chart, &pool], true)
+        .await?;
+    let said = stage.shell(&test).await?;
+    assert!(
+        said.contains("a branch of its own") && said.contains("all well"),
+        "{said}"
+    );
+    stage.nothing_leased().await?;
+    stage.drop_pool("tried").await?;
+    stage.install().await
+}
 
 pub(crate) async fn an_upgrade_keeps_what_is_leased(stage: &mut Stage) -> Done {
     let older = older_chart().await?;
     let older = older.path().display().to_string();
     stage.helm(&["upgrade", "branchpool", &older], true).await?;
-    stage.fill("upgraded", &json!({"replicas": 2})).await?;
-    stage
-        .bind("held", &json!({"poolRef": {"name": "upgraded"}}))
-        .await?;
-    stage
-        .psql("held", "INSERT INTO notes VALUES ('of the older version')")
-        .await?;
-    let url = stage.entry("held", "DATABASE_URL").await?;
+    let url = hold(stage).await?;
     let explain = ["explain", "branchlease.spec.priority"];
     eventually("the older definition is served", async || {
         stage.kubectl(&explain).await.err()
@@ -42,11 +63,11 @@ pub(crate) async fn an_upgrade_keeps_what_is_leased(stage: &mut Stage) -> Done {
     })
     .await?;
     is_as_before(stage, &url).await?;
-    stage.full("upgraded", 2).await
+    let_go(stage).await
 }
 
 pub(crate) async fn a_new_installation_finds_what_is_there(stage: &mut Stage) -> Done {
-    let url = stage.entry("held", "DATABASE_URL").await?;
+    let url = hold(stage).await?;
     stage
         .helm(&["uninstall", "branchpool", "--wait"], false)
         .await?;
@@ -57,6 +78,22 @@ pub(crate) async fn a_new_installation_finds_what_is_there(stage: &mut Stage) ->
     assert!(stage.leases().get_opt("held").await?.is_some());
     stage.install().await?;
     is_as_before(stage, &url).await?;
+    let_go(stage).await
+}
+
+/// A lease with something written in its branch; answers its URL.
+async fn hold(stage: &Stage) -> Result<String, Failed> {
+    stage.fill("upgraded", &json!({"replicas": 2})).await?;
+    stage
+        .bind("held", &json!({"poolRef": {"name": "upgraded"}}))
+        .await?;
+    stage
+        .psql("held", "INSERT INTO notes VALUES ('of the version before')")
+        .await?;
+    stage.entry("held", "DATABASE_URL").await
+}
+
+async fn let_go(stage: &Stage) -> Done {
     stage.full("upgraded", 2).await?;
     stage.release("held").await?;
     stage.nothing_leased().await?;
@@ -85,7 +122,7 @@ async fn is_as_before(stage: &Stage, url: &str) -> Done {
         stage.psql("held", "SELECT body FROM notes").await.ok()
     })
     .await?;
-    assert_eq!(read, "of the older version");
+    assert_eq!(read, "of the version before");
     Ok(())
 }
 
