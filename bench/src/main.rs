@@ -62,7 +62,7 @@ enum Command {
     Refusals(Arguments),
     /// Query over HTTP, beside a session for each query and one that is kept
     Sql(Arguments),
-    /// Create BranchLeases at a real API server until they are Bound; the floor creates bare custom
+    /// Take leases through a real API server until they are Bound; the floor creates bare custom
     /// resources
     Crd(Arguments),
     /// Join a control group and become a program

@@ -29,7 +29,9 @@ use crate::error::Result;
 /// For one object to become as wanted.
 const PATIENCE: Duration = Duration::from_mins(1);
 /// Below the longest that the API server admits.
-const WATCH_SECONDS: u32 = 290;
+pub(super) const WATCH_SECONDS: u32 = 290;
+/// Events that wait to be looked at.
+pub(super) const WAITING: usize = 1_024;
 
 /// Whether an object is as it is waited for.
 pub(super) type Wanted = fn(&DynamicObject) -> bool;
@@ -210,7 +212,7 @@ async fn follow(
 
 /// Counts the Secrets of leases that go, by a watch of their metadata.
 pub(super) struct Departures {
-    gone: mpsc::UnboundedReceiver<()>,
+    gone: mpsc::Receiver<()>,
     task: JoinHandle<()>,
 }
 
@@ -220,7 +222,7 @@ impl Departures {
         let list = list.whatever_context("cannot list Secrets")?;
         let version = list.metadata.resource_version.unwrap_or_default();
         let params = WatchParams::default().timeout(WATCH_SECONDS);
-        let (tell, gone) = mpsc::unbounded_channel();
+        let (tell, gone) = mpsc::channel(WAITING);
         let task = tokio::spawn(async move {
             let Ok(events) = secrets.watch_metadata(&params, &version).await else {
                 return;
@@ -228,7 +230,7 @@ impl Departures {
             pin_mut!(events);
             while let Some(event) = events.next().await {
                 if let Ok(WatchEvent::Deleted(_)) = event {
-                    let _left = tell.send(());
+                    let _left = tell.send(()).await;
                 }
             }
         });

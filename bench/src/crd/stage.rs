@@ -14,10 +14,7 @@ use branchpool_crds::{BranchLease, BranchPool, BranchPoolStatus};
 use branchpool_e2e_kubernetes::{Api, Programs, space};
 use hyper::Request;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
-use kube::{
-    ResourceExt as _,
-    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
-};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use snafu::{OptionExt, ResultExt, whatever};
 use tokio::time::sleep;
@@ -332,7 +329,11 @@ impl Stage {
         let ours = ListParams::default().labels("branchpool.dev/lease-uid");
         let found = self.secrets().list_metadata(&ours).await;
         let found = found.whatever_context("cannot list Secrets")?;
-        Ok(found.items.iter().map(|one| one.name_any()).collect())
+        Ok(found
+            .items
+            .iter()
+            .map(kube::ResourceExt::name_any)
+            .collect())
     }
 
     pub(super) fn spent(&self) -> Result<Spent> {

@@ -10,7 +10,10 @@ use serde_json::json;
 use snafu::{OptionExt, ResultExt};
 use tokio::{sync::mpsc, time::timeout};
 
-use super::{follow::Kind, stage::Stage};
+use super::{
+    follow::{Kind, WAITING, WATCH_SECONDS},
+    stage::Stage,
+};
 use crate::{
     error::Result,
     options::Options,
@@ -39,7 +42,7 @@ type Told = (Instant, BranchPool);
 
 pub(super) async fn measure(stage: &Stage, leases: &Kind, options: &Options) -> Result<Status> {
     stage.wait_calm().await?;
-    let (tell, mut told) = mpsc::unbounded_channel();
+    let (tell, mut told) = mpsc::channel(WAITING);
     let pool = stage.change_pool(&json!({})).await?;
     let version = pool.metadata.resource_version.unwrap_or_default();
     let watching = tokio::spawn(follow(stage.pools(), version, tell));
@@ -79,12 +82,14 @@ pub(super) async fn measure(stage: &Stage, leases: &Kind, options: &Options) -> 
 /// Each change comes at another time of the second that statuses are apart.
 async fn changes(
     stage: &Stage,
-    told: &mut mpsc::UnboundedReceiver<Told>,
+    told: &mut mpsc::Receiver<Told>,
     options: &Options,
 ) -> Result<(Vec<f64>, Vec<f64>)> {
     let count = 5 * options.pairs;
     let (mut latencies, mut gaps) = (Vec::new(), Vec::new());
-    let mut last: Option<Told> = None;
+    // The first that is told may be of a change of the spec.
+    let mut known = None;
+    let mut written: Option<Instant> = None;
     for number in 0..count {
         let pause = u64::try_from(137 * number % 1_000).unwrap_or(0);
         tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -101,14 +106,11 @@ async fn changes(
                 .status
                 .as_ref()
                 .map_or(0, |status| status.observed_generation);
-            match &last {
-                Some((_, known)) if known.status == pool.status => {}
-                Some((before, _)) => {
-                    gaps.push(milliseconds(at.duration_since(*before)));
-                    last = Some((at, pool));
-                }
-                None => last = Some((at, pool)),
+            if known.as_ref().is_some_and(|known| *known != pool.status) {
+                gaps.extend(written.map(|before| milliseconds(at.duration_since(before))));
+                written = Some(at);
             }
+            known = Some(pool.status);
             if seen >= generation {
                 latencies.push(milliseconds(at.saturating_duration_since(sent)));
                 break;
@@ -118,9 +120,9 @@ async fn changes(
     Ok((latencies, gaps))
 }
 
-async fn follow(pools: kube::Api<BranchPool>, version: String, tell: mpsc::UnboundedSender<Told>) {
+async fn follow(pools: kube::Api<BranchPool>, version: String, tell: mpsc::Sender<Told>) {
     let Ok(events) = pools
-        .watch(&WatchParams::default().timeout(290), &version)
+        .watch(&WatchParams::default().timeout(WATCH_SECONDS), &version)
         .await
     else {
         return;
@@ -128,7 +130,7 @@ async fn follow(pools: kube::Api<BranchPool>, version: String, tell: mpsc::Unbou
     pin_mut!(events);
     while let Ok(Some(event)) = events.try_next().await {
         if let WatchEvent::Added(pool) | WatchEvent::Modified(pool) = event {
-            let _left = tell.send((Instant::now(), pool));
+            let _left = tell.send((Instant::now(), pool)).await;
         }
     }
 }
