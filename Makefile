@@ -46,9 +46,9 @@ fmt: ## Format the code
 	@cargo fmt --all
 
 .PHONY: bench
-bench: ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer (root)
+bench: ## Measure hand-out and refill beside bare system calls, the gateway beside pgbouncer, Kubernetes beside bare objects (root)
 	@scripts/setup bench $(BENCH_ARGS)
-	@cargo build --quiet --locked --release --package branchpool-agent
+	@cargo build --quiet --locked --release --package branchpool-agent --package branchpool-operator
 	@cargo run --quiet --locked --release --package branchpool-bench -- $(BENCH_ARGS)
 
 .PHONY: generate

@@ -6,7 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    process::{Pid, Signal, kill_process},
+    time::{ClockId, clock_gettime},
+};
 use snafu::{OptionExt, ResultExt, whatever};
 
 use crate::error::Result;
@@ -40,6 +43,12 @@ impl Account {
 
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
+    }
+
+    /// Takes in a process that was started elsewhere; its time before counts nowhere.
+    pub(crate) fn adopt(&self, pid: u32) -> Result<()> {
+        fs::write(self.directory.join("cgroup.procs"), pid.to_string())
+            .with_whatever_context(|_| format!("cannot count process {pid}"))
     }
 
     /// Since the group was made, of processes that ended as well.
@@ -95,6 +104,15 @@ impl Drop for Account {
             }
         }
     }
+}
+
+/// Of this process so far.
+pub(crate) fn own_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(
+        time.tv_sec.try_into().unwrap_or(0),
+        time.tv_nsec.try_into().unwrap_or(0),
+    )
 }
 
 /// A directory and all below it, parents first.

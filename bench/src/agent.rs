@@ -3,7 +3,6 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Stdio,
     time::{Duration, Instant},
 };
 
@@ -11,15 +10,11 @@ use branchpool_agent_api::{
     Change, DesiredPool, PoolName, PoolStatus,
     client::{Client, Target, Watch},
 };
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use snafu::{OptionExt, ResultExt, whatever};
-use tokio::{
-    process::Child,
-    time::{sleep, timeout},
-};
+use tokio::time::{sleep, timeout};
 
-use crate::{account::Account, error::Result, machine::Machine, options::Options};
+use crate::{account::Account, error::Result, machine::Machine, options::Options, process::Daemon};
 
 pub(crate) const POOL: &str = "bench";
 pub(crate) const ROLE: &str = "app";
@@ -27,17 +22,13 @@ pub(crate) const DATABASE: &str = "app";
 
 /// For anything that the agent is waited for.
 const PATIENCE: Duration = Duration::from_mins(2);
-/// For an agent that is told to stop because its run was broken off.
-const GOODBYE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 pub(crate) struct Agent {
-    child: Child,
-    pub(crate) account: Account,
+    pub(crate) daemon: Daemon,
     pub(crate) client: Client,
     pub(crate) run: PathBuf,
     pub(crate) tcp: String,
-    log: PathBuf,
     uid: String,
     branches: u32,
     generation: u64,
@@ -76,7 +67,8 @@ pub(crate) struct Span {
     pub(crate) cpu: Duration,
 }
 
-fn spec(options: &Options, endpoint: Endpoint, replicas: u32) -> Value {
+/// Of the pool, with so many branches ready.
+pub(crate) fn spec(options: &Options, endpoint: Endpoint, replicas: u32) -> Value {
     json!({
         "replicas": replicas,
         "maxBranches": options.max_branches,
@@ -108,14 +100,10 @@ impl Agent {
         });
         fs::write(&manifest, object.to_string()).whatever_context("cannot write the manifest")?;
         let account = Account::create("agent")?;
-        let log = machine.directory().join("agent.log");
-        let output = fs::File::create(&log).whatever_context("cannot make the agent's log")?;
-        let errors = output
-            .try_clone()
-            .whatever_context("cannot make the agent's log")?;
         let run = machine.memory().join("run");
         let tcp = free_address()?;
-        let child = crate::process::in_account(&account, &options.agent)?
+        let mut command = crate::process::in_account(&account, &options.agent)?;
+        command
             .arg("standalone")
             .arg("-f")
             .arg(&manifest)
@@ -124,19 +112,13 @@ impl Agent {
             .arg("--run-dir")
             .arg(&run)
             .args(["--listen", &tcp])
-            .args(endpoint.arguments())
-            .stdin(Stdio::null())
-            .stdout(output)
-            .stderr(errors)
-            .spawn()
-            .with_whatever_context(|_| format!("cannot start {}", options.agent.display()))?;
+            .args(endpoint.arguments());
+        let log = machine.directory().join("agent.log");
         let mut agent = Self {
-            child,
-            account,
+            daemon: Daemon::start("agent", command, account, log)?,
             client: Client::new(Target::Unix(run.join("agent.sock"))),
             run,
             tcp,
-            log,
             uid: String::new(),
             branches: options.branches,
             generation: 1,
@@ -151,11 +133,7 @@ impl Agent {
     async fn wait_serving(&mut self) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         while self.client.ready().await.is_err() {
-            let ended = self
-                .child
-                .try_wait()
-                .whatever_context("cannot wait for the agent")?;
-            if let Some(status) = ended {
+            if let Some(status) = self.daemon.ended()? {
                 whatever!("the agent ended with {status}: {}", self.log());
             }
             if Instant::now() > deadline {
@@ -167,9 +145,7 @@ impl Agent {
     }
 
     pub(crate) fn log(&self) -> String {
-        let text = fs::read_to_string(&self.log).unwrap_or_default();
-        let lines: Vec<&str> = text.lines().collect();
-        lines[lines.len().saturating_sub(20)..].join("\n")
+        self.daemon.log()
     }
 
     /// Changes the pool's size, as an operator does.
@@ -192,13 +168,13 @@ impl Agent {
     /// Fills the empty pool; timed from the request to the event that says that it is full.
     pub(crate) async fn refill(&mut self, options: &Options) -> Result<Span> {
         let mut watch = self.watch().await?;
-        let (cpu, started) = (self.account.cpu()?, Instant::now());
+        let (cpu, started) = (self.daemon.account.cpu()?, Instant::now());
         self.set_target(options, self.branches).await?;
         let branches = self.branches;
         self.follow(&mut watch, |pool| pool.ready == branches)
             .await?;
         let wall = started.elapsed();
-        let cpu = self.account.cpu()?.saturating_sub(cpu);
+        let cpu = self.daemon.account.cpu()?.saturating_sub(cpu);
         Ok(Span { wall, cpu })
     }
 
@@ -281,19 +257,8 @@ impl Agent {
     }
 
     /// Stops the agent in order, and makes sure that nothing of it is left.
-    pub(crate) async fn stop(mut self, root: &Path) -> Result<()> {
-        self.tell_to_stop();
-        let status = timeout(PATIENCE, self.child.wait())
-            .await
-            .whatever_context("the agent does not stop")?
-            .whatever_context("cannot wait for the agent")?;
-        if !status.success() {
-            whatever!("the agent ended with {status}: {}", self.log());
-        }
-        let left = self.account.processes();
-        if !left.is_empty() {
-            whatever!("the agent left processes behind: {left:?}");
-        }
+    pub(crate) async fn stop(self, root: &Path) -> Result<()> {
+        self.daemon.stop().await?;
         for kind in ["branches", "trash"] {
             crate::checks::shards_are_empty(&root.join(kind))?;
         }
@@ -301,33 +266,8 @@ impl Agent {
     }
 }
 
-impl Agent {
-    fn tell_to_stop(&self) {
-        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
-        if let Some(pid) = pid.and_then(Pid::from_raw) {
-            let _gone = kill_process(pid, Signal::TERM);
-        }
-    }
-}
-
-impl Drop for Agent {
-    /// SIGKILL, which comes with the account's end, would leave the agent's cgroups behind.
-    fn drop(&mut self) {
-        // A second signal tells it not to wait for its servers.
-        for _ in 0..2 {
-            self.tell_to_stop();
-            let deadline = Instant::now() + GOODBYE;
-            while Instant::now() < deadline {
-                if !matches!(self.child.try_wait(), Ok(None)) {
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-    }
-}
-
-fn existing(pool: &PoolStatus) -> u32 {
+/// Everything of a pool that takes room on the disk.
+pub(crate) fn existing(pool: &PoolStatus) -> u32 {
     pool.ready + pool.warming + pool.leased + pool.cleaning + pool.quarantined + pool.tombstones
 }
 

@@ -103,13 +103,18 @@ struct Server {
 impl Server {
     fn find(agent: &Agent) -> Result<Self> {
         let run = agent.run.display().to_string();
-        let found = agent.account.processes().into_iter().find_map(|pid| {
-            let command = strings(&format!("/proc/{pid}/cmdline"));
-            let ours = command
-                .iter()
-                .any(|part| part.starts_with("config_file=") && part.contains(&run));
-            ours.then_some((pid, command))
-        });
+        let found = agent
+            .daemon
+            .account
+            .processes()
+            .into_iter()
+            .find_map(|pid| {
+                let command = strings(&format!("/proc/{pid}/cmdline"));
+                let ours = command
+                    .iter()
+                    .any(|part| part.starts_with("config_file=") && part.contains(&run));
+                ours.then_some((pid, command))
+            });
         let (pid, command) = found.whatever_context("the agent has no server")?;
         let program = fs::read_link(format!("/proc/{pid}/exe"))
             .whatever_context("the server has no program")?;

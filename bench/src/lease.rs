@@ -3,7 +3,6 @@
 use std::{collections::BTreeSet, fs, path::PathBuf, process::Stdio, time::Duration};
 
 use branchpool_agent_api::{Lease, LeasePhase, LeaseRequest, PoolName};
-use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use snafu::{OptionExt, ResultExt, whatever};
 use tokio::{
@@ -12,7 +11,7 @@ use tokio::{
 };
 
 use crate::{
-    account::Account,
+    account::{Account, own_cpu},
     agent::{Agent, Endpoint, POOL},
     burst::{self, Answer, Connection},
     checks,
@@ -232,7 +231,7 @@ impl Server {
 
     /// A burst that counts, with its whole account, and the way back to a full pool.
     async fn leases(&mut self, agent: &Agent, machine: &Machine) -> Result<Sample> {
-        let (sample, uids, answers) = self.sample(&agent.account).await?;
+        let (sample, uids, answers) = self.sample(&agent.daemon.account).await?;
         let leases = answers
             .iter()
             .map(|answer| serde_json::from_slice(&answer.body));
@@ -246,7 +245,7 @@ impl Server {
     }
 
     async fn warm_up(&mut self, agent: &Agent) -> Result<Vec<u8>> {
-        let (_, uids, mut answers) = self.sample(&agent.account).await?;
+        let (_, uids, mut answers) = self.sample(&agent.daemon.account).await?;
         for uid in uids {
             let released = agent.client.release(&uid, None).await;
             released.whatever_context("a lease was not released")?;
@@ -322,14 +321,6 @@ impl Floor {
             tcp: line.whatever_context("the constant answer's process ended")?,
         })
     }
-}
-
-fn own_cpu() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(
-        time.tv_sec.try_into().unwrap_or(0),
-        time.tv_nsec.try_into().unwrap_or(0),
-    )
 }
 
 impl Samples {

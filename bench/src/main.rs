@@ -6,6 +6,7 @@ mod agent;
 mod burst;
 mod checks;
 mod copy_floor;
+mod crd;
 mod error;
 mod floor;
 mod gateway;
@@ -37,7 +38,8 @@ use crate::{
 };
 
 /// Measures hand-out and refill beside a bare loop of the same system calls, the gateway beside direct
-/// connections and pgbouncer, and what refused logins and SQL over HTTP take
+/// connections and pgbouncer, what refused logins and SQL over HTTP take, and leases through Kubernetes
+/// beside a bare custom resource
 #[derive(Debug, Parser)]
 #[command(name = "branchpool-bench", version, max_term_width = 100)]
 struct Cli {
@@ -60,6 +62,9 @@ enum Command {
     Refusals(Arguments),
     /// Query over HTTP, beside a session for each query and one that is kept
     Sql(Arguments),
+    /// Take leases through a real API server until they are Bound; the floor creates bare custom
+    /// resources
+    Crd(Arguments),
     /// Join a control group and become a program
     #[command(hide = true)]
     Enter {
@@ -83,15 +88,17 @@ enum Part {
     Gateway,
     Refusals,
     Sql,
+    Crd,
 }
 
 impl Part {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Refill,
         Self::Lease,
         Self::Gateway,
         Self::Refusals,
         Self::Sql,
+        Self::Crd,
     ];
 }
 
@@ -103,6 +110,7 @@ fn main() -> ExitCode {
         Command::Gateway(arguments) => measure(arguments, &[Part::Gateway]),
         Command::Refusals(arguments) => measure(arguments, &[Part::Refusals]),
         Command::Sql(arguments) => measure(arguments, &[Part::Sql]),
+        Command::Crd(arguments) => measure(arguments, &[Part::Crd]),
         Command::Enter {
             group,
             program,
@@ -150,6 +158,7 @@ fn measure(arguments: Arguments, parts: &[Part]) -> Result<()> {
                     Part::Gateway => run_gateway(&options).await?,
                     Part::Refusals => run_refusals(&options).await?,
                     Part::Sql => run_sql(&options).await?,
+                    Part::Crd => run_crd(&options).await?,
                 }
             }
             Ok(())
@@ -226,6 +235,23 @@ async fn run_sql(options: &Options) -> Result<()> {
     let samples = sql::measure(&machine, options).await?;
     let table = samples.table();
     finish("sql", &machine, options, &sql::CHECKS, &samples, &[table])
+}
+
+async fn run_crd(options: &Options) -> Result<()> {
+    let mut machines = Vec::new();
+    for _ in 0..crd::NODES {
+        machines.push(Machine::prepare(options.size)?);
+    }
+    let samples = crd::measure(&machines, options).await?;
+    let tables = samples.tables(options);
+    finish(
+        "crd",
+        &machines[0],
+        options,
+        &crd::CHECKS,
+        &samples,
+        &tables,
+    )
 }
 
 fn finish(

@@ -38,6 +38,9 @@ pub(crate) struct Arguments {
     /// The agent's program [default: branchpool-agent beside this program]
     #[arg(long, value_name = "FILE")]
     agent: Option<PathBuf>,
+    /// The operator's program, for `crd` [default: branchpool-operator beside this program]
+    #[arg(long, value_name = "FILE")]
+    operator: Option<PathBuf>,
     /// Directory for the results
     #[arg(long, value_name = "DIR", default_value = "target/bench")]
     output: PathBuf,
@@ -61,6 +64,9 @@ pub(crate) struct Options {
     pub(crate) tuning: &'static str,
     #[serde(skip)]
     pub(crate) agent: PathBuf,
+    /// Whether it is there is seen when it is started.
+    #[serde(skip)]
+    pub(crate) operator: PathBuf,
     #[serde(skip)]
     pub(crate) output: PathBuf,
     pub(crate) time_limit: Duration,
@@ -72,9 +78,9 @@ impl Arguments {
     pub(crate) fn settle(self) -> Result<Options> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let own = std::env::current_exe().ok();
-        let agent = self
-            .agent
-            .or_else(|| Some(own?.with_file_name("branchpool-agent")));
+        let beside = |name: &str| own.as_ref().map(|own| own.with_file_name(name));
+        let operator = self.operator.or_else(|| beside("branchpool-operator"));
+        let agent = self.agent.or_else(|| beside("branchpool-agent"));
         let agent = agent
             .filter(|agent| agent.exists())
             .whatever_context("there is no branchpool-agent beside this program: build it in the same profile, or give --agent")?;
@@ -100,6 +106,7 @@ impl Arguments {
             quick: self.quick,
             tuning: "Ephemeral",
             agent,
+            operator: operator.unwrap_or_default(),
             output: self.output,
             time_limit: Duration::from_secs(self.time_limit),
             size: 20 << 30,

@@ -121,7 +121,7 @@ impl Course {
     }
 
     async fn round(&mut self, agent: &Agent, way: Way) -> Result<Sample> {
-        let (cpu, started) = (agent.account.cpu()?, Instant::now());
+        let (cpu, started) = (agent.daemon.account.cpu()?, Instant::now());
         for number in 1..=QUERIES {
             // All over the table.
             let id = number * (ROWS / QUERIES);
@@ -141,7 +141,7 @@ impl Course {
         }
         let each = |time: Duration| milliseconds(time) / f64::from(QUERIES);
         let wall = each(started.elapsed());
-        let cpu = each(agent.account.cpu()?.saturating_sub(cpu));
+        let cpu = each(agent.daemon.account.cpu()?.saturating_sub(cpu));
         Ok(Sample { wall, cpu })
     }
 

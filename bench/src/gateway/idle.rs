@@ -75,7 +75,7 @@ pub(crate) async fn measure(agent: &Agent, options: &Options) -> Result<Idle> {
 fn resident(agent: &Agent, options: &Options) -> Result<u64> {
     let program = fs::canonicalize(&options.agent).whatever_context("no agent's program")?;
     let mut sum = 0;
-    for pid in agent.account.processes() {
+    for pid in agent.daemon.account.processes() {
         if fs::read_link(format!("/proc/{pid}/exe")).ok().as_ref() != Some(&program) {
             continue;
         }
