@@ -113,6 +113,7 @@ pub(crate) async fn a_node_is_cut_off_for_a_minute(stage: &mut Stage) -> Done {
     }
     stage.fill("far", &json!({"replicas": 4})).await?;
     let name = node_name(stage);
+    operator_beyond(stage, &name).await?;
     let lease = lease_on(stage, &name, "far").await?;
     stage
         .psql(&lease, "INSERT INTO notes VALUES ('before the cut')")
@@ -166,6 +167,7 @@ pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
     }
     stage.fill("leaving", &json!({"replicas": 4})).await?;
     let name = node_name(stage);
+    operator_beyond(stage, &name).await?;
     let lease = lease_on(stage, &name, "leaving").await?;
     stage.hands("").unwrap().nodes[1].kubelet.kill().await?;
     connect(stage, false).await?;
@@ -208,6 +210,44 @@ pub(crate) async fn a_node_leaves_and_comes_back(stage: &mut Stage) -> Done {
     stage.release_all().await?;
     stage.full("leaving", 4).await?;
     stage.drop_pool("leaving").await
+}
+
+/// After a drain all of the operator's Pods may be on one node, and nothing moves them back. Where that node is
+/// cut off, nobody is left to tell.
+async fn operator_beyond(stage: &Stage, node: &str) -> Done {
+    let operators: Api<Pod> = Api::namespaced(stage.cluster.client(), SYSTEM);
+    let selected = ListParams::default().labels("app.kubernetes.io/component=operator");
+    let (leader, _) = stage.leader().await?;
+    let pods = operators.list(&selected).await?.items;
+    let is_there = |pod: &Pod| {
+        let spec = pod.spec.as_ref();
+        spec.and_then(|spec| spec.node_name.as_deref()) == Some(node)
+    };
+    if !pods.iter().all(is_there) {
+        return Ok(());
+    }
+    let standby = pods.iter().find(|pod| pod.name_any() != leader);
+    let standby = standby.ok_or("the operator has no standby")?;
+    // The chart asks the scheduler to keep them apart.
+    operators
+        .delete(&standby.name_any(), &DeleteParams::default())
+        .await?;
+    eventually("a Pod of the operator serves on another node", async || {
+        let pods = operators.list(&selected).await.ok()?.items;
+        pods.iter()
+            .any(|pod| !is_there(pod) && is_ready(pod))
+            .then_some(())
+    })
+    .await
+}
+
+fn is_ready(pod: &Pod) -> bool {
+    let conditions = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.conditions.as_ref());
+    let mut conditions = conditions.into_iter().flatten();
+    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 async fn connect(stage: &mut Stage, connected: bool) -> Done {
