@@ -34,8 +34,12 @@ const BUNDLE: &str = "ca.crt";
 const AUDIENCE: &str = "branchpool-operator";
 /// On the Secret: somebody wants the CA replaced before its time. The value is theirs.
 const REPLACE: &str = "branchpool.dev/replace-ca";
-/// No event tells that another replica has replaced the CA, or that a certificate is due.
+/// No event tells that a certificate is due.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
+/// No event tells that another replica has replaced the CA.
+const FOLLOW_EVERY: Duration = Duration::from_secs(5);
+/// Between two steps every replica takes up the first, for it serves and signs as well.
+const STEPS_APART: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Snafu)]
 pub(crate) enum Error {
@@ -95,7 +99,7 @@ impl Keeper {
     /// Takes up what another replica has kept, for ever.
     pub(crate) async fn follow(self: Arc<Self>) {
         loop {
-            sleep(LOOK_AGAIN).await;
+            sleep(FOLLOW_EVERY).await;
             let _turn = self.turn.lock().await;
             if let Err(error) = self.read().await {
                 warn!("the CA was not looked at: {error}");
@@ -107,9 +111,14 @@ impl Keeper {
     pub(crate) async fn rotate(self: Arc<Self>, mut index: watch::Receiver<Index>) {
         loop {
             let agents = agents(&index.borrow_and_update());
-            {
+            let stepped = {
                 let _turn = self.turn.lock().await;
-                if let Err(error) = self.step(&agents).await {
+                self.step(&agents).await
+            };
+            match stepped {
+                Ok(true) => sleep(STEPS_APART).await,
+                Ok(false) => {}
+                Err(error) => {
                     warn!("the CA was not replaced, and is tried again in a minute: {error}");
                 }
             }
@@ -135,9 +144,10 @@ impl Keeper {
         Ok(Some(secret))
     }
 
-    async fn step(&self, agents: &[Agent]) -> Result<(), Error> {
+    /// Answers whether it made a step.
+    async fn step(&self, agents: &[Agent]) -> Result<bool, Error> {
         let Some(mut secret) = self.read().await? else {
-            return Ok(());
+            return Ok(false);
         };
         let current = Arc::clone(&self.current.borrow());
         let now = OffsetDateTime::now_utc();
@@ -150,7 +160,8 @@ impl Keeper {
                     "the next step of replacing the CA waits for agents"
                 );
             }
-            return self.publish().await;
+            self.publish().await?;
+            return Ok(false);
         }
         if next == Step::Introduce {
             // In the same write, so that what was asked for is done once.
@@ -158,7 +169,7 @@ impl Keeper {
         }
         info!(step = ?next, "replacing the CA");
         let Some(authority) = current.after(&next, now)? else {
-            return Ok(());
+            return Ok(false);
         };
         // Kept before anybody sees it; with its resourceVersion, so that two leaders keep one.
         secret.data = Some(data(&authority));
@@ -166,7 +177,8 @@ impl Keeper {
             .replace(NAME, &PostParams::default(), &secret)
             .await?;
         self.current.send_replace(Arc::new(authority));
-        self.publish().await
+        self.publish().await?;
+        Ok(true)
     }
 
     /// The bundle, to where agents read it.
@@ -244,7 +256,11 @@ async fn others(index: &mut watch::Receiver<Index>, known: &[Agent]) {
     }
 }
 
+/// None before all are known: a step is not to be taken on the word of some.
 fn agents(index: &Index) -> Vec<Agent> {
+    if !index.discovered {
+        return Vec::new();
+    }
     let present = index.agents.values().filter(|agent| agent.present);
     present
         .map(|agent| Agent {
