@@ -26,7 +26,7 @@ use crate::{
     error::Result,
     machine::Machine,
     options::Options,
-    report::{Latencies, Ratio, Table, median, milliseconds},
+    report::{Latencies, Ratio, Table, Timed, median, milliseconds},
 };
 
 pub(crate) const CHECKS: [&str; 6] = [
@@ -135,17 +135,11 @@ pub(crate) async fn measure(machines: &[Machine], options: &Options) -> Result<S
     stage.stop(machines).await?;
     let leases = of_leases.split_off(options.warmups);
     let floor = of_floor.split_off(options.warmups);
-    let ratio = |value: fn(Latencies) -> f64| {
-        let each = |samples: &[Sample]| -> Vec<f64> {
-            samples.iter().map(|one| value(one.latencies())).collect()
-        };
-        Ratio::of(each(&leases), each(&floor))
-    };
     Ok(Samples {
-        leases_all: Sample::all(&leases),
-        floor_all: Sample::all(&floor),
-        ratio_p50: ratio(|latencies| latencies.p50),
-        ratio_p95: ratio(|latencies| latencies.p95),
+        leases_all: Latencies::of_all(&leases),
+        floor_all: Latencies::of_all(&floor),
+        ratio_p50: Ratio::of_latencies(&leases, &floor, |latencies| latencies.p50),
+        ratio_p95: Ratio::of_latencies(&leases, &floor, |latencies| latencies.p95),
         leases,
         floor,
         rates,
@@ -221,14 +215,9 @@ async fn calm(stage: &Stage, machines: &[Machine]) -> Result<()> {
     Ok(())
 }
 
-impl Sample {
-    fn latencies(&self) -> Latencies {
-        Latencies::of(self.latencies_ms.iter().copied())
-    }
-
-    fn all(samples: &[Self]) -> Latencies {
-        let all = samples.iter().flat_map(|sample| &sample.latencies_ms);
-        Latencies::of(all.copied())
+impl Timed for Sample {
+    fn latencies_ms(&self) -> &[f64] {
+        &self.latencies_ms
     }
 }
 

@@ -18,7 +18,7 @@ use crate::{
     error::Result,
     machine::Machine,
     options::Options,
-    report::{Latencies, Ratio, Table, milliseconds},
+    report::{Latencies, Ratio, Table, Timed, milliseconds},
 };
 
 pub(crate) const CHECKS: [&str; 5] = [
@@ -62,13 +62,9 @@ struct Sample {
     load: f64,
 }
 
-impl Sample {
-    fn all(samples: &[Self]) -> Latencies {
-        Latencies::of(
-            samples
-                .iter()
-                .flat_map(|sample| sample.latencies_ms.iter().copied()),
-        )
+impl Timed for Sample {
+    fn latencies_ms(&self) -> &[f64] {
+        &self.latencies_ms
     }
 }
 
@@ -98,11 +94,7 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
                 of_agent.push(agents[at].leases(&agent, machine).await?);
                 of_floor.push(floors[at].sample(&floor.account).await?.0);
             }
-            let p95 = |samples: &[Sample]| {
-                samples.last().map_or(0.0, |last| {
-                    Latencies::of(last.latencies_ms.iter().copied()).p95
-                })
-            };
+            let p95 = |samples: &[Sample]| samples.last().map_or(0.0, |last| last.latencies().p95);
             eprintln!(
                 "lease {round} {:?}: p95 agent {:.2} ms, floor {:.2} ms",
                 agents[at].transport,
@@ -120,18 +112,12 @@ pub(crate) async fn measure(machine: &Machine, options: &Options) -> Result<Samp
             agent.split_off(options.warmups),
             floor.split_off(options.warmups),
         );
-        let each = |samples: &[Sample], value: fn(Latencies) -> f64| -> Vec<f64> {
-            let of = |sample: &Sample| value(Latencies::of(sample.latencies_ms.iter().copied()));
-            samples.iter().map(of).collect()
-        };
-        let ratio =
-            |value: fn(Latencies) -> f64| Ratio::of(each(&agent, value), each(&floor, value));
         Compared {
             transport,
-            agent_all: Sample::all(&agent),
-            floor_all: Sample::all(&floor),
-            ratio_p95: ratio(|latencies| latencies.p95),
-            ratio_p50: ratio(|latencies| latencies.p50),
+            agent_all: Latencies::of_all(&agent),
+            floor_all: Latencies::of_all(&floor),
+            ratio_p95: Ratio::of_latencies(&agent, &floor, |latencies| latencies.p95),
+            ratio_p50: Ratio::of_latencies(&agent, &floor, |latencies| latencies.p50),
             agent,
             floor,
         }

@@ -50,6 +50,16 @@ pub(crate) struct Ratio {
 }
 
 impl Ratio {
+    /// Of one figure of each pair's latencies.
+    pub(crate) fn of_latencies<S: Timed>(
+        variant: &[S],
+        floor: &[S],
+        figure: fn(Latencies) -> f64,
+    ) -> Self {
+        let each = |sample: &S| figure(sample.latencies());
+        Self::of(variant.iter().map(each), floor.iter().map(each))
+    }
+
     pub(crate) fn of(
         variant: impl IntoIterator<Item = f64>,
         floor: impl IntoIterator<Item = f64>,
@@ -78,6 +88,15 @@ impl fmt::Display for Ratio {
     }
 }
 
+/// A sample that holds the latencies of many, in milliseconds.
+pub(crate) trait Timed {
+    fn latencies_ms(&self) -> &[f64];
+
+    fn latencies(&self) -> Latencies {
+        Latencies::of(self.latencies_ms().iter().copied())
+    }
+}
+
 /// Of raw samples, by nearest rank.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Latencies {
@@ -100,6 +119,10 @@ impl Latencies {
             p99: rank(99),
             max: rank(100),
         }
+    }
+
+    pub(crate) fn of_all(samples: &[impl Timed]) -> Self {
+        Self::of(samples.iter().flat_map(Timed::latencies_ms).copied())
     }
 }
 
